@@ -1,0 +1,88 @@
+"""What an open intent brings where: the nodes it is about and the pages it holds for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cache.node import Node, Tier
+
+if TYPE_CHECKING:
+    from consensus.participant import Intent
+
+__all__ = ["Carriage"]
+
+
+class Carriage:
+    """Nodes that come into ``tier`` together, by one intent.
+
+    ``nodes`` follow one another on a path; a split while the intent is open puts the new upper
+    part before its lower one, so ``pages`` (this rank's, in the order of the path) always fit.
+    ``anchor`` is the node whose path is pinned in ``tier`` until the intent has ended.
+    ``num_copies`` counts copies of this rank that still read or write its pages; ``good`` says of
+    those that have ended how many pages each had and whether it went well.
+    """
+
+    __slots__ = (
+        "anchor",
+        "fill",
+        "good",
+        "intent",
+        "nodes",
+        "num_copies",
+        "on_refused",
+        "copy_tickets",
+        "pages",
+        "tier",
+    )
+
+    def __init__(self, tier: Tier, nodes: list[Node], anchor: Node | None) -> None:
+        self.tier = tier
+        self.nodes = nodes
+        self.anchor = anchor
+        self.pages: list[int] = []
+        self.num_copies = 0
+        self.copy_tickets: list[int] = []
+        self.good: list[tuple[int, bool]] = []
+        self.intent: Intent | None = None
+        self.fill: Callable[[list[Node], list[int]], None] | None = None
+        self.on_refused: Callable[[], None] | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all its nodes."""
+        return sum(node.num_pages for node in self.nodes)
+
+    def pages_of(self, node: Node) -> list[int]:
+        """The part of ``pages`` that is for ``node``."""
+        start = 0
+        for other in self.nodes:
+            if other is node:
+                return self.pages[start : start + node.num_pages]
+            start += other.num_pages
+        raise KeyError(node.node_id)
+
+    def attach(self) -> None:
+        """From now on the nodes know of it."""
+        for node in self.nodes:
+            node.at(self.tier).carriage = self
+            node.carriages.append(self)
+
+    def follow_split(self, lower: Node, upper: Node) -> None:
+        """``lower`` was cut and ``upper`` is its new first part."""
+        self.nodes.insert(self.nodes.index(lower), upper)
+        upper.carriages.append(self)
+
+    def let_go(self) -> None:
+        """It will not bring the nodes any more; another intent may. Its copy may still run."""
+        for node in self.nodes:
+            if node.at(self.tier).carriage is self:
+                node.at(self.tier).carriage = None
+
+    def detach(self) -> list[Node]:
+        """It is over: the nodes forget it. Returns them."""
+        self.let_go()
+        nodes, self.nodes = self.nodes, []
+        for node in nodes:
+            node.carriages.remove(self)
+        return nodes

@@ -1,0 +1,60 @@
+"""One configuration, validated once; units are in the names."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cache.tensors import KVShape
+from consensus.errors import Misuse
+
+__all__ = ["CacheConfig"]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank needs to know of its cache.
+
+    ``device_pages`` and ``host_pages`` are this rank's own and may differ between ranks (0 host
+    pages: no host tier); everything else must be equal on all ranks.
+
+    ``headroom_pages`` are kept reserved and voted for :meth:`HierarchicalCache.allocate`.
+    ``evicts_whole_nodes``: an eviction takes whole nodes instead of trimming the last one.
+    ``load_back_minimum_pages``: shorter load-backs are not worth it, their tokens are recomputed.
+    ``verifies_copies``: compare the bytes of each copy at its end; what differs counts as failed.
+    ``integrity_every_steps``: how often a step ends with a full self-check (0: never).
+    """
+
+    page_size: int
+    device_pages: int
+    host_pages: int
+    kv_shape: KVShape = KVShape(layers=2, heads=1, dim=8)
+    lag: int = 0
+    num_slots: int = 256
+    headroom_pages: int = 0
+    evicts_whole_nodes: bool = False
+    load_back_minimum_pages: int = 1
+    verifies_copies: bool = True
+    copy_timeout_s: float = 30.0
+    deadline_s: float = 30.0
+    grace_s: float = 0.5
+    write_queue_nodes_max: int = 1 << 16
+    waiting_tickets_max: int = 4096
+    integrity_every_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._require("page_size", self.page_size, 1)
+        self._require("device_pages", self.device_pages, 1)
+        self._require("host_pages", self.host_pages, 0)
+        self._require("lag", self.lag, 0)
+        self._require("num_slots", self.num_slots, 16)
+        self._require("headroom_pages", self.headroom_pages, 0)
+        self._require("load_back_minimum_pages", self.load_back_minimum_pages, 1)
+        self._require("write_queue_nodes_max", self.write_queue_nodes_max, 1)
+        self._require("waiting_tickets_max", self.waiting_tickets_max, 1)
+        self._require("integrity_every_steps", self.integrity_every_steps, 0)
+        for name in ("copy_timeout_s", "deadline_s", "grace_s"):
+            if not getattr(self, name) > 0:
+                raise Misuse(f"{name} must be positive, got {getattr(self, name)}")
+
+    def _require(self, name: str, value: int, least: int) -> None:
+        if value < least:
+            raise Misuse(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,484 @@
+"""The cache as a scheduler sees it. Wiring only: every path has its own file.
+
+Once per loop ``step(iteration)``, the only call that communicates. Everything else here is either
+a *call that changes replicated state* (insert, match, request, allocate, free, abort, finish,
+evict), which every rank makes in the same order between two steps, or reads agreed state.
+
+    insert  -> tree -> write_through ---\\
+    match   -> tree                      \\   step: collect endings, plan, reserve, start copies,
+    request_load_back -> load_back -------+-> post one ballot, settle: publish or give back
+    request_pages     -> engine_pages ---/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+
+import msgspec
+
+from cache.audit import audit
+from cache.config import CacheConfig
+from cache.copy_desk import CopyDesk
+from cache.engine_pages import EnginePages
+from cache.eviction import LeastRecentlyUsed
+from cache.insertion import Fill, Insertion, open_loads
+from cache.load_back import LoadBack
+from cache.mover import Direction, Mover
+from cache.node import Node, Residency, Tier, Tokens
+from cache.page_pool import PagePool
+from cache.radix_tree import RadixTree
+from cache.requests import Request, RequestReport, RequestTable
+from cache.ticket import Ticket
+from cache.tiers import Tiers
+from cache.withdrawal import Withdrawal
+from cache.write_through import WriteThrough
+from consensus.ballot import Schema
+from consensus.epoch import Locator
+from consensus.errors import Misuse
+from consensus.group import Group
+from consensus.journal import Journal
+from consensus.manager import TransactionManager
+from consensus.participant import Outcome
+from consensus.step import Beacon, StepLimits, Stepper
+from consensus.store import Store
+
+__all__ = ["HierarchicalCache", "InsertResult", "Match", "StepResult", "schema_of"]
+
+
+class Match(msgspec.Struct, frozen=True):
+    """A prefix that can be served. Lengths in pages: ``host_pages`` lie beyond ``device_pages``.
+
+    ``pages`` are the device page indices of this rank, in order.
+    """
+
+    node: Node | None
+    pages: list[int]
+    device_pages: int
+    host_pages: int
+    storage_pages: int = 0
+
+
+class InsertResult(msgspec.Struct, frozen=True):
+    """``pages``: device page indices of the whole inserted prefix, for the engine's rows.
+
+    ``new_pages`` entered the tree; ``duplicate_pages`` of the request's own were there already and
+    have been freed. The request pins the prefix; what it owns beyond stays its own.
+    """
+
+    pages: list[int]
+    new_pages: int
+    duplicate_pages: int
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step settled, and the requests whose loaded bytes turned out void."""
+
+    outcomes: list[Outcome]
+    must_recompute: tuple[str, ...]
+
+
+def schema_of(config: CacheConfig) -> Schema:
+    """The ballot's shape for this configuration: equal on all ranks."""
+    return Schema(tuple(sorted(tier.value for tier in Tier)), config.num_slots)
+
+
+class HierarchicalCache:
+    """One rank's part of the replica's cache.
+
+    ``pools`` and ``mover`` are this rank's pages and copies. ``usable`` are the pages per pool that
+    all ranks agreed on at start (:func:`consensus.start.introduce`). Not thread-safe: the
+    scheduler's thread makes every call.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        group: Group,
+        store: Store,
+        pools: Mapping[Tier, PagePool],
+        mover: Mover,
+        usable: Mapping[str, int],
+        journal: Journal,
+        locator: Locator,
+        beacon: Beacon | None = None,
+    ) -> None:
+        self.config = config
+        self.rank = group.rank
+        self.journal = journal
+        self.tree = RadixTree(config.page_size, LeastRecentlyUsed(), journal.note)
+        self.manager = TransactionManager(
+            rank=group.rank,
+            schema=schema_of(config),
+            lag=config.lag,
+            copy_timeout_s=config.copy_timeout_s,
+            journal=journal,
+            usable={tier.value: _usable(pool) for tier, pool in pools.items()},
+        )
+        desk = CopyDesk(mover, pools, verifies=config.verifies_copies)
+        whole = config.evicts_whole_nodes
+        self.tiers = Tiers(self.tree, pools, self.manager, desk, trims=not whole)
+        self.requests = RequestTable(self.tree)
+        self._withdrawal = Withdrawal(self.tiers, self.requests)
+        self.insertion = Insertion(self.tiers)
+        self.write_through = WriteThrough(
+            self.tiers,
+            self.insertion,
+            self._withdrawal,
+            queue_nodes_max=config.write_queue_nodes_max,
+        )
+        self.load_back = LoadBack(
+            self.tiers,
+            self.requests,
+            self._withdrawal,
+            minimum_pages=config.load_back_minimum_pages,
+            waiting_max=config.waiting_tickets_max,
+        )
+        self.engine_pages = EnginePages(
+            self.tiers,
+            headroom_pages=config.headroom_pages,
+            waiting_max=config.waiting_tickets_max,
+        )
+        self.manager.begin_epoch(0, usable)
+        self.stepper = Stepper(
+            self.manager,
+            group,
+            store,
+            limits=StepLimits(deadline_s=config.deadline_s, grace_s=config.grace_s),
+            prepare=self._prepare,
+            settled=self._settled,
+            live=lambda: self.requests.digest,
+            locator=locator,
+            beacon=beacon,
+        )
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def step(self, iteration: int) -> StepResult:
+        """One step of all ranks: the only call that communicates. Ends within its deadline.
+
+        Raises the same error on every rank: ``Divergence``, ``RankStalled``, ``PeerError``.
+        """
+        self.begin_step(iteration)
+        while (result := self.poll_step()) is None:
+            self.stepper.pause()
+        return result
+
+    def begin_step(self, iteration: int) -> None:
+        """The first half of :meth:`step`, for callers that must not block."""
+        self.stepper.begin(iteration)
+
+    def poll_step(self) -> StepResult | None:
+        """Go on with the step; its result once it is over. Never blocks."""
+        outcomes = self.stepper.poll()
+        if outcomes is None:
+            return None
+        every = self.config.integrity_every_steps
+        if every and self.manager.step % every == 0:
+            self.check_integrity()
+        void, self._withdrawal.must_recompute = self._withdrawal.must_recompute, []
+        return StepResult(outcomes, tuple(void))
+
+    def _prepare(self) -> None:
+        """Before the ballot: hear of endings, plan everything, then reserve, then start copies."""
+        self.tiers.desk.collect()
+        self.engine_pages.plan()
+        self.load_back.plan()
+        self.write_through.plan()
+        self.manager.reserve_open()
+        self.insertion.end_unread()
+        self.tiers.desk.submit()
+
+    def _settled(self, outcomes: list[Outcome]) -> None:
+        self.tiers.prune()
+        self.load_back.resolve()
+
+    # -- at ingest and admission -----------------------------------------------------------------
+
+    def match_prefix(
+        self, tokens: Tokens, *, namespace: str = "", request: str | None = None
+    ) -> Match:
+        """The longest prefix of whole pages that can be served; touches it (agreed call).
+
+        With ``request`` the part on DEVICE is pinned until the request ends.
+        """
+        path = self._served(self.tree.match(tokens, namespace))
+        match = _match(path)
+        if request is not None:
+            live = self.requests.open(request)
+            live.prompt_pages = len(tokens) // self.config.page_size
+            live.device_hit_pages = match.device_pages
+            self.requests.hold(live, _last_on_device(path))
+        return match
+
+    def peek(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
+        """Pages from the start of ``tokens`` by tier, and ``usable`` over both. Changes nothing."""
+        nodes, shared = self.tree.walk(tokens, namespace)
+        sizes = [node.num_pages for node in nodes[:-1]] + [shared] * bool(nodes)
+        sized = list(zip(nodes, sizes, strict=True))
+
+        def length(is_there: Callable[[Node], bool]) -> int:
+            return sum(size for _, size in takewhile(lambda pair: is_there(pair[0]), sized))
+
+        return {
+            "device": length(lambda node: node.device.is_published),
+            "host": length(lambda node: node.host.is_published),
+            "usable": length(_is_served),
+        }
+
+    def request_load_back(
+        self, request: str, match: Match, *, pages_max: int | None = None
+    ) -> Ticket:
+        """Ask for what of ``match`` is on HOST only; ``step`` decides the length for all ranks."""
+        path = self._served(match.node.path() if match.node is not None else [])
+        self.journal.note("request_load_back", request)
+        return self.load_back.request(self.requests.open(request), path, pages_max)
+
+    def request_pages(self, request: str, num_pages: int) -> Ticket:
+        """Ask for device pages beyond the headroom; ``step`` decides."""
+        if num_pages < 1:
+            raise Misuse(f"request {request!r} asks for {num_pages} pages; ask for at least 1")
+        self.journal.note("request_pages", request, num_pages)
+        return self.engine_pages.request(self.requests.open(request), num_pages)
+
+    def allocate(self, request: str, num_pages: int) -> list[int] | None:
+        """Device pages for ``request`` at once, out of the voted headroom; ``None``: too many."""
+        return self.engine_pages.allocate(self.requests.open(request), num_pages)
+
+    def expect_pages(self, num_pages: int) -> None:
+        """Keep a headroom of so many pages: what the engine may need within lag + 1 steps."""
+        self.journal.note("expect_pages", num_pages)
+        self.engine_pages.expect(num_pages)
+
+    def room(self, tier: Tier = Tier.DEVICE) -> int:
+        """Pages that can be had, evicting what may go: agreed, O(1), no communication."""
+        return self.tiers.room(tier)
+
+    # -- around the forward pass -----------------------------------------------------------------
+
+    def start_loading(self, requests: Sequence[str]) -> tuple[int, ...]:
+        """The open loads on the paths of a batch, whoever asked for them; for ``wait_layer``."""
+        tickets: list[int] = []
+        for name in requests:
+            held = self.requests.require(name).held
+            for carriage in open_loads(held.path() if held is not None else []):
+                tickets += [ticket for ticket in carriage.copy_tickets if ticket not in tickets]
+        return tuple(tickets)
+
+    def wait_layer(self, layer: int, loads: Sequence[int], timeout_s: float) -> bool:
+        """Wait until ``layer`` of these loads has arrived; False: not within ``timeout_s``."""
+        return not loads or self.tiers.desk.mover.wait_layer(layer, timeout_s, loads)
+
+    # -- when tokens were computed ---------------------------------------------------------------
+
+    def insert(self, request: str, tokens: Tokens, *, namespace: str = "") -> InsertResult:
+        """Put what the request computed into the tree, out of its own pages; queue its backup.
+
+        Only whole pages enter. Raises :class:`Misuse` where the request has fewer pages.
+        """
+        live = self.requests.require(request)
+        num_pages = len(tokens) // self.config.page_size
+        held = live.held_pages
+        if live.must_recompute:
+            return InsertResult([], 0, 0)
+        if num_pages > held + len(live.private):
+            raise Misuse(
+                f"request {request!r} inserts {num_pages} pages but holds {held} and owns"
+                f" {len(live.private)}"
+            )
+        path = self.tree.insert(tokens, namespace)
+        placed, new, duplicate = self._place_private(live, path, held)
+        self.tiers.hollow(path[len(placed) :])
+        self.tiers.prune()
+        self.requests.hold(live, placed[-1] if placed else None)
+        self.journal.note("insert_own", request, new, duplicate)
+        self.write_through.add_path(placed)
+        pages = [page for node in placed for page in node.device.pages]
+        return InsertResult(pages, new, duplicate)
+
+    def _place_private(
+        self, request: Request, path: list[Node], held: int
+    ) -> tuple[list[Node], int, int]:
+        """Give the request's own pages to the nodes of ``path`` that have none."""
+        placed: list[Node] = []
+        spare: list[int] = []
+        position = taken = 0
+        for node in path:
+            position += node.num_pages
+            if position > held:
+                if node.device.state is Residency.RESERVED:
+                    break  # its pages are another vote's: nothing can build on it yet
+                own = request.private[taken : taken + node.num_pages]
+                taken += node.num_pages
+                if node.device.is_published:
+                    spare += own
+                else:
+                    node.built_on = open_loads(placed)
+                    self.tree.place(node, Tier.DEVICE, Residency.RESIDENT, own)
+            placed.append(node)
+        del request.private[:taken]
+        self.tiers.free(Tier.DEVICE, spare)
+        return placed, taken - len(spare), len(spare)
+
+    def propose_insert(
+        self,
+        request: str,
+        tokens: Tokens,
+        *,
+        namespace: str = "",
+        fill: Fill | None = None,
+        hold: bool = False,
+    ) -> bool:
+        """Insert tokens whose pages are voted together with their backup in the next step.
+
+        False: refused at once, on every rank. ``fill(nodes, pages)`` writes the bytes as soon as
+        this rank holds the pages. With ``hold`` the path stays pinned until the request ends.
+        """
+        self.journal.note("propose_insert", request)
+        path = self.tree.insert(tokens, namespace)
+        if not path:
+            raise Misuse(f"request {request!r} inserts less than one page")
+        live = self.requests.open(request) if hold else None
+
+        def refused() -> None:
+            if live is not None and self.requests.get(request) is live:
+                live.why = "its insert was refused"
+                self.requests.hold(live, None)
+
+        if not self.insertion.propose(path, fill, refused):
+            refused()
+            return False
+        if live is not None:
+            self.requests.hold(live, path[-1])
+        self.write_through.add_path(path)
+        return True
+
+    def free(self, request: str, num_pages: int) -> None:
+        """Give back the last ``num_pages`` of the pages that the request owns itself."""
+        live = self.requests.require(request)
+        if not 0 <= num_pages <= len(live.private):
+            raise Misuse(f"request {request!r} owns {len(live.private)} pages, not {num_pages}")
+        self.engine_pages.free(live, num_pages)
+
+    def finish_request(
+        self, request: str, tokens: Tokens | None = None, *, namespace: str = ""
+    ) -> RequestReport:
+        """The request ends well: insert ``tokens``, unpin its path, free what it still owns."""
+        live = self.requests.require(request)
+        if tokens is not None:
+            self.insert(request, tokens, namespace=namespace)
+        report = self.report(request)
+        self.journal.note(
+            "finish",
+            request,
+            report.prompt_pages,
+            report.device_hit_pages,
+            report.host_hit_pages,
+        )
+        self._release(live)
+        return report
+
+    def abort(self, request: str) -> None:
+        """End the request in whatever state it is: tickets, pins and pages all come back."""
+        self.journal.note("abort_request", request)
+        live = self.requests.get(request)
+        if live is not None:
+            self._release(live)
+
+    def _release(self, live: Request) -> None:
+        self.load_back.cancel(live)
+        self.engine_pages.cancel(live)
+        self.engine_pages.free(live, len(live.private))
+        self.requests.close(live)
+
+    # -- admin -----------------------------------------------------------------------------------
+
+    def evict(self, tier: Tier, num_pages: int) -> int:
+        """Evict at least ``num_pages`` where as many may go; how many went."""
+        self.journal.note("evict_call", tier.value, num_pages)
+        return self.tiers.evict(tier, num_pages)
+
+    def has_pending(self) -> bool:
+        """Something waits for a step: an idle engine keeps stepping. Agreed."""
+        return (
+            not self.manager.is_idle
+            or self.write_through.num_queued > 0
+            or self.load_back.num_waiting > 0
+            or self.engine_pages.num_waiting > 0
+        )
+
+    def report(self, request: str) -> RequestReport:
+        """What a live request hit, loaded and must compute, in pages, and why."""
+        live = self.requests.require(request)
+        hit = live.device_hit_pages + live.host_hit_pages
+        return RequestReport(
+            request=request,
+            prompt_pages=live.prompt_pages,
+            device_hit_pages=live.device_hit_pages,
+            host_hit_pages=live.host_hit_pages,
+            computed_pages=live.prompt_pages - hit,
+            why=live.why,
+        )
+
+    def metrics(self) -> dict[str, int]:
+        """Counters since the start; pages, intents and copies. Cheap."""
+        submitted = self.tiers.desk.mover.submitted
+        write, load = self.write_through, self.load_back
+        return {
+            "commits": write.num_commits + load.num_commits,
+            "aborts": write.num_aborts + load.num_aborts,
+            "backups": write.num_commits,
+            "backups_aborted": write.num_aborts,
+            "loads": load.num_commits,
+            "loads_aborted": load.num_aborts,
+            "refused": self.insertion.num_refused,
+            "pages_refused": self.engine_pages.num_refused,
+            "writes_submitted": submitted[Direction.TO_HOST],
+            "loads_submitted": submitted[Direction.TO_DEVICE],
+            "collectives": self.stepper.num_collectives,
+            "copies_wrong": self.tiers.desk.num_wrong,
+            "evicted_device": self.tiers.num_evicted[Tier.DEVICE],
+            "evicted_host": self.tiers.num_evicted[Tier.HOST],
+        }
+
+    def check_integrity(self) -> None:
+        """Prove that every page has one owner and every count holds; raises ``InternalError``."""
+        audit(self)
+
+    def close(self) -> None:
+        """End copies, group and journal; bounded."""
+        self.tiers.desk.mover.close()
+        self.stepper.group.close()
+        self.journal.close()
+
+    def _served(self, path: list[Node]) -> list[Node]:
+        return list(takewhile(_is_served, path))
+
+
+def _usable(pool: PagePool) -> Callable[[], int]:
+    return lambda: pool.usable
+
+
+def _is_served(node: Node) -> bool:
+    return node.device.is_published or node.host.is_published
+
+
+def _last_on_device(path: Sequence[Node]) -> Node | None:
+    last: Node | None = None
+    for node in path:
+        if not node.device.is_published:
+            break
+        last = node
+    return last
+
+
+def _match(path: list[Node]) -> Match:
+    device = list(takewhile(lambda node: node.device.is_published, path))
+    num_device = sum(node.num_pages for node in device)
+    return Match(
+        node=path[-1] if path else None,
+        pages=[page for node in device for page in node.device.pages],
+        device_pages=num_device,
+        host_pages=sum(node.num_pages for node in path) - num_device,
+    )

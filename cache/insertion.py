@@ -1,0 +1,169 @@
+"""Inserting tokens whose device pages ride the vote of the same step.
+
+The nodes enter the tree at once, RESERVED: later inserts build on them, matches do not see them.
+Their pages, and the backup of what they hold, are decided by the next ballot. Refused on one rank
+is refused on all, and so is what builds on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cache.carriage import Carriage
+from cache.node import Node, Residency, Tier
+from cache.tiers import Tiers
+from consensus.participant import Intent
+
+__all__ = ["Fill", "Insertion"]
+
+Fill = Callable[[list[Node], list[int]], None]
+
+
+class Insertion:
+    """Participant for the device pages of inserted nodes."""
+
+    kind = "insert"
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._carriages: dict[int, Carriage] = {}
+        self._unread: list[Carriage] = []
+        self.num_refused = 0
+
+    # -- the call --------------------------------------------------------------------------------
+
+    def propose(self, path: list[Node], fill: Fill | None, on_refused: Callable[[], None]) -> bool:
+        """Ask for device pages for what of ``path`` has none. False: refused at once, everywhere.
+
+        ``fill(nodes, pages)`` is called once this rank holds the pages, before anything reads
+        them. ``on_refused`` is called when the verdict is no.
+        """
+        missing = [node for node in path if node.device.state is Residency.ABSENT]
+        if not missing:
+            return True
+        tiers = self._tiers
+        anchor: Node | None = None
+        for node in path:
+            if not node.device.is_published:
+                break
+            anchor = node
+        tiers.tree.pin_path(anchor, Tier.DEVICE)
+        intent = self._open(path, missing)
+        if intent is None:
+            tiers.tree.unpin_path(anchor, Tier.DEVICE)
+            tiers.hollow(missing)
+            tiers.prune()
+            self._refuse(path[-1].node_id)
+            return False
+        carriage = Carriage(Tier.DEVICE, missing, anchor)
+        carriage.intent, carriage.fill, carriage.on_refused = intent, fill, on_refused
+        self._carriages[intent.serial] = carriage
+        carriage.attach()
+        for node in missing:
+            tiers.tree.place(node, Tier.DEVICE, Residency.RESERVED)
+            node.built_on = open_loads(path)
+        return True
+
+    def _open(self, path: list[Node], missing: list[Node]) -> Intent | None:
+        parents: list[Intent] = []
+        for node in path:
+            carriage = node.device.carriage
+            if carriage is None or carriage.intent is None:
+                continue
+            if carriage.intent.is_undecided and carriage.intent not in parents:
+                parents.append(carriage.intent)
+        num_pages = sum(node.num_pages for node in missing)
+        if any(parent.withdrawn for parent in parents):
+            return None
+        if not self._tiers.make_room(Tier.DEVICE, num_pages):
+            return None
+        return self._tiers.manager.open(
+            self.kind,
+            path[-1].node_id,
+            {Tier.DEVICE.value: num_pages},
+            self,
+            parents=parents,
+            ends_on_commit=True,
+        )
+
+    def _refuse(self, node_id: int) -> None:
+        self.num_refused += 1
+        self._tiers.manager.note("refused", node_id)
+
+    # -- participant -----------------------------------------------------------------------------
+
+    def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
+        """All or nothing."""
+        carriage = self._carriages[intent.serial]
+        carriage.pages = self._tiers.pools[Tier.DEVICE].reserve(num_pages) or []
+        return len(carriage.pages)
+
+    def unreserve(self, intent: Intent, pool: str) -> None:
+        """Give the pages back; nothing has used them."""
+        carriage = self._carriages[intent.serial]
+        self._tiers.pools[Tier.DEVICE].free(carriage.pages)
+        carriage.pages = []
+
+    def start(self, intent: Intent) -> None:
+        """The engine computes into the pages; a backup may read them from now on."""
+        carriage = self._carriages[intent.serial]
+        if carriage.fill is not None:
+            carriage.fill(carriage.nodes, carriage.pages)
+        self._unread.append(carriage)
+
+    def end_unread(self) -> None:
+        """Reservations are over: what no copy of this rank reads has nothing left to end."""
+        for carriage in self._unread:
+            if carriage.num_copies == 0 and carriage.intent is not None:
+                self._tiers.manager.mark_ended(carriage.intent)
+        self._unread.clear()
+
+    def reader_ended(self, carriage: Carriage) -> None:
+        """A copy that read the pages of ``carriage`` has ended on this rank."""
+        carriage.num_copies -= 1
+        intent = carriage.intent
+        if carriage.num_copies == 0 and intent is not None and not intent.local_ended:
+            self._tiers.manager.mark_ended(intent)
+
+    def commit(self, intent: Intent) -> None:
+        """Publish the nodes."""
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            pages = carriage.pages_of(node)
+            self._tiers.tree.place(node, Tier.DEVICE, Residency.RESIDENT, pages)
+
+    def abort(self, intent: Intent) -> None:
+        """Nothing of it enters the tree; its pages wait for the copies that read them."""
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            self._tiers.tree.place(node, Tier.DEVICE, Residency.ABSENT)
+        carriage.let_go()
+        self._tiers.hollow(carriage.nodes)
+        self._refuse(carriage.nodes[-1].node_id)
+        if carriage.on_refused is not None:
+            carriage.on_refused()
+
+    def ended(self, intent: Intent) -> None:
+        """Unpin; where it was refused, the pages are free."""
+        carriage = self._carriages.pop(intent.serial)
+        self._tiers.tree.unpin_path(carriage.anchor, Tier.DEVICE)
+        nodes = carriage.detach()
+        for node in nodes:
+            self._tiers.tree.order[Tier.DEVICE].offer(node)
+        if not intent.is_committed:
+            self._tiers.pools[Tier.DEVICE].free(carriage.pages)
+            self._tiers.hollow(nodes)
+
+    def held_pages(self) -> list[int]:
+        """Device pages of this rank that undecided or draining inserts own."""
+        return [page for carriage in self._carriages.values() for page in carriage.pages]
+
+
+def open_loads(path: list[Node]) -> tuple[Carriage, ...]:
+    """The loads that are still running below what is computed on ``path``."""
+    loads: list[Carriage] = []
+    for node in path:
+        carriage = node.device.carriage
+        if node.device.state is Residency.COPYING and carriage and carriage not in loads:
+            loads.append(carriage)
+    return tuple(loads)

@@ -1,0 +1,306 @@
+"""Load-back: what is on HOST but not on DEVICE comes back, the same length on all ranks.
+
+A ticket is asked for at ingest or admission and decided by ``step``; nobody communicates in
+between. The intent is elastic: the verdict is the least that any rank could reserve.
+
+    propose -> reserve device pages, copy starts -> vote -> agreed length -> published on DEVICE
+            -> ended on all ranks -> unpinned
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cache.carriage import Carriage
+from cache.mover import Direction
+from cache.node import Node, Residency, Tier
+from cache.requests import Request, RequestTable
+from cache.ticket import Ticket, TicketState
+from cache.tiers import Tiers
+from cache.withdrawal import Withdrawal
+from consensus.participant import Intent
+from consensus.transaction import State
+
+__all__ = ["LoadBack"]
+
+
+class LoadBack:
+    """Participant for loads from HOST to DEVICE. ``minimum_pages``: shorter ones are recomputed."""
+
+    kind = "load_back"
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        requests: RequestTable,
+        withdrawal: Withdrawal,
+        *,
+        minimum_pages: int,
+        waiting_max: int,
+    ) -> None:
+        self._tiers = tiers
+        self._requests = requests
+        self._withdrawal = withdrawal
+        self._minimum_pages = minimum_pages
+        self._waiting_max = waiting_max
+        self._carriages: dict[int, Carriage] = {}
+        self._waiting: list[tuple[Ticket, int]] = []
+        self._tickets: list[Ticket] = []
+        self.num_commits = 0
+        self.num_aborts = 0
+
+    # -- the call --------------------------------------------------------------------------------
+
+    def request(self, request: Request, path: list[Node], pages_max: int | None) -> Ticket:
+        """Propose to load what of ``path`` is on HOST only, ``pages_max`` pages at the most.
+
+        The request pins what is on DEVICE already; after the verdict also what came.
+        """
+        device = [node for node in path if node.device.is_published]
+        ticket = Ticket(request, path[-1] if path else None, self._count(device))
+        self._requests.hold(request, device[-1] if device else None)
+        wanted = self._wanted(path)
+        if not wanted and not any(node.device.state is Residency.RESERVED for node in path):
+            ticket.refuse("nothing to load")
+            return ticket
+        limit = self._count(wanted)
+        self._open(ticket, limit if pages_max is None else min(limit, pages_max))
+        if ticket.state is TicketState.PENDING:
+            self._tickets.append(ticket)
+        return ticket
+
+    def plan(self) -> None:
+        """Open what found no slot before, in the order of asking."""
+        waiting, self._waiting = self._waiting, []
+        for ticket, num_pages in waiting:
+            if ticket.state is TicketState.PENDING:
+                self._open(ticket, min(num_pages, self._count(self._wanted(ticket.path))))
+
+    def cancel(self, request: Request) -> None:
+        """The request was aborted: what is undecided of its loads is withdrawn."""
+        for ticket in self._tickets:
+            if ticket.request is request and ticket.state is TicketState.PENDING:
+                others = [other for other in self._tickets if other is not ticket]
+                for carriage in ticket.carriages:
+                    shared = any(carriage in other.carriages for other in others)
+                    if not shared and carriage.intent is not None and carriage.intent.is_undecided:
+                        self._tiers.manager.withdraw(carriage.intent)
+                ticket.refuse("the request was aborted")
+        self._tickets = [t for t in self._tickets if t.state is TicketState.PENDING]
+
+    def resolve(self) -> None:
+        """A step was settled: tell the tickets whose loads are all decided."""
+        pending: list[Ticket] = []
+        for ticket in self._tickets:
+            if ticket.state is not TicketState.PENDING:
+                continue
+            if not ticket.carriages or any(_undecided(c) for c in ticket.carriages):
+                pending.append(ticket)
+                continue
+            device: list[Node] = []
+            for node in ticket.path:
+                if not node.device.is_published:
+                    break
+                device.append(node)
+            ticket.num_pages = self._count(device) - ticket.present_pages
+            if ticket.num_pages > 0:
+                ticket.state = TicketState.READY
+                ticket.request.host_hit_pages = ticket.num_pages
+                self._requests.hold(ticket.request, device[-1])
+            else:
+                ticket.num_pages = 0
+                ticket.refuse("no rank loads it: some rank had no device pages")
+        self._tickets = pending
+
+    @property
+    def num_waiting(self) -> int:
+        """Tickets that wait for a slot."""
+        return len(self._waiting)
+
+    def _wanted(self, path: list[Node]) -> list[Node]:
+        """The run of nodes after what is on DEVICE, or on its way there, that HOST has."""
+        wanted: list[Node] = []
+        for node in path:
+            if node.device.state is not Residency.ABSENT:
+                continue
+            if not node.host.is_published:
+                break
+            wanted.append(node)
+        return wanted
+
+    def _count(self, nodes: list[Node]) -> int:
+        return sum(node.num_pages for node in nodes)
+
+    def _open(self, ticket: Ticket, num_pages: int) -> None:
+        """Join loads that are under way for the same path, and open one for the rest."""
+        tiers = self._tiers
+        joined: list[Carriage] = []
+        for node in ticket.path:
+            carriage = node.device.carriage
+            if carriage is not None and _undecided(carriage) and carriage not in joined:
+                joined.append(carriage)
+        ticket.carriages = joined
+        wanted = self._wanted(ticket.path)
+        if not wanted or num_pages < 1:
+            if not joined:
+                ticket.refuse("nothing to load")
+            return
+        if num_pages < self._minimum_pages:
+            ticket.refuse("too short: recomputing is cheaper")
+            return
+        anchor: Node | None = None
+        for node in ticket.path:
+            if not node.device.is_published:
+                break
+            anchor = node
+        # Nobody's room is made out of what this load builds on or reads.
+        tiers.tree.pin_path(anchor, Tier.DEVICE)
+        for node in wanted:
+            tiers.tree.pin(node, Tier.HOST)
+        num_pages = min(num_pages, tiers.room(Tier.DEVICE))
+        intent: Intent | None = None
+        has_room = num_pages >= self._minimum_pages and tiers.make_room(Tier.DEVICE, num_pages)
+        if has_room:
+            intent = tiers.manager.open(
+                self.kind,
+                wanted[0].node_id,
+                {Tier.DEVICE.value: num_pages},
+                self,
+                minimum=self._minimum_pages,
+                parents=[carriage.intent for carriage in joined if carriage.intent is not None],
+            )
+        if intent is None:
+            tiers.tree.unpin_path(anchor, Tier.DEVICE)
+            for node in wanted:
+                tiers.tree.unpin(node, Tier.HOST)
+            if has_room and len(self._waiting) < self._waiting_max:
+                self._waiting.append((ticket, num_pages))
+            else:
+                self.num_aborts += 1
+                tiers.manager.note("no room", Tier.DEVICE.value, wanted[0].node_id)
+                ticket.refuse("no device pages can be had")
+            return
+        ticket.carriages = [*joined, self._carry(intent, wanted, anchor, num_pages)]
+
+    def _carry(
+        self, intent: Intent, wanted: list[Node], anchor: Node | None, num_pages: int
+    ) -> Carriage:
+        tiers = self._tiers
+        taken = self._cut(wanted, num_pages)
+        for node in wanted:
+            if node not in taken:
+                tiers.tree.unpin(node, Tier.HOST)
+        carriage = Carriage(Tier.DEVICE, taken, anchor)
+        carriage.intent = intent
+        self._carriages[intent.serial] = carriage
+        carriage.attach()
+        for node in list(carriage.nodes):
+            tiers.tree.place(node, Tier.DEVICE, Residency.RESERVED)
+            tiers.tree.pin(node, Tier.DEVICE)
+        return carriage
+
+    def _cut(self, nodes: list[Node], num_pages: int) -> list[Node]:
+        """The first ``num_pages`` pages of ``nodes`` as whole nodes, splitting one if need be."""
+        taken: list[Node] = []
+        left = num_pages
+        for node in list(nodes):
+            if left == 0:
+                break
+            if node.num_pages > left:
+                taken.append(self._tiers.tree.split(node, left))
+                break
+            taken.append(node)
+            left -= node.num_pages
+        return taken
+
+    # -- participant -----------------------------------------------------------------------------
+
+    def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
+        """As many as there are."""
+        carriage = self._carriages[intent.serial]
+        if self._tiers.desk.room < len(carriage.nodes):
+            return 0
+        carriage.pages = self._tiers.pools[Tier.DEVICE].reserve_up_to(num_pages)
+        return len(carriage.pages)
+
+    def unreserve(self, intent: Intent, pool: str) -> None:
+        """Give the pages back; nothing has used them."""
+        carriage = self._carriages[intent.serial]
+        self._tiers.pools[Tier.DEVICE].free(carriage.pages)
+        carriage.pages = []
+
+    def start(self, intent: Intent) -> None:
+        """Put its parts into the merged copy of this step: one part per node, as far as reserved."""
+        carriage = self._carriages[intent.serial]
+        position = 0
+        parts: list[tuple[list[int], list[int]]] = []
+        for node in carriage.nodes:
+            target = carriage.pages[position : position + node.num_pages]
+            position += node.num_pages
+            if target:
+                parts.append((node.host.pages[: len(target)], target))
+        carriage.num_copies = len(parts)
+        carriage.good = [(len(target), False) for _, target in parts]
+        for index, (source, target) in enumerate(parts):
+            on_end = partial(self._part_ended, carriage, index)
+            ticket = self._tiers.desk.add(Direction.TO_DEVICE, source, target, on_end)
+            carriage.copy_tickets.append(ticket)
+
+    def _part_ended(self, carriage: Carriage, index: int, ok: bool) -> None:
+        """One part has ended on this rank; after the last one, so many leading pages are good."""
+        carriage.num_copies -= 1
+        carriage.good[index] = (carriage.good[index][0], ok)
+        if carriage.num_copies or carriage.intent is None:
+            return
+        good = 0
+        for num_pages, went_well in carriage.good:
+            if not went_well:
+                break
+            good += num_pages
+        self._tiers.manager.mark_ended(carriage.intent, good)
+
+    def commit(self, intent: Intent) -> None:
+        """Publish the agreed length; what lies beyond it goes back to being on HOST only."""
+        self.num_commits += 1
+        carriage = self._carriages[intent.serial]
+        agreed = self._cut(carriage.nodes, intent.agreed)
+        for node in carriage.nodes:
+            if node in agreed:
+                pages = carriage.pages_of(node)
+                self._tiers.tree.place(node, Tier.DEVICE, Residency.COPYING, pages)
+            else:
+                self._tiers.tree.place(node, Tier.DEVICE, Residency.ABSENT)
+                node.device.carriage = None
+
+    def abort(self, intent: Intent) -> None:
+        """No rank loads it."""
+        self.num_aborts += 1
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            self._tiers.tree.place(node, Tier.DEVICE, Residency.ABSENT)
+        carriage.let_go()
+
+    def ended(self, intent: Intent) -> None:
+        """Unpin; what did not arrive everywhere is taken back, and what builds on it."""
+        carriage = self._carriages.pop(intent.serial)
+        tiers = self._tiers
+        good = intent.result if intent.state is State.DONE else 0
+        arrived = self._cut(carriage.nodes, good) if good else []
+        failed = [n for n in carriage.nodes if n.device.carriage is carriage and n not in arrived]
+        if failed:
+            self._withdrawal.retract_load(failed[0], carriage)
+        tiers.tree.unpin_path(carriage.anchor, Tier.DEVICE)
+        for node in carriage.detach():
+            if node in arrived:
+                tiers.tree.place(node, Tier.DEVICE, Residency.RESIDENT)
+            tiers.tree.unpin(node, Tier.DEVICE)
+            tiers.tree.unpin(node, Tier.HOST)
+        tiers.pools[Tier.DEVICE].free(carriage.pages[good:])
+
+    def held_pages(self) -> list[int]:
+        """Device pages of this rank that open loads own."""
+        return [page for carriage in self._carriages.values() for page in carriage.pages]
+
+
+def _undecided(carriage: Carriage) -> bool:
+    return carriage.intent is not None and carriage.intent.is_undecided

@@ -1,0 +1,115 @@
+"""The tiers of one rank: tree, pools and ledger together, and the moves that touch all three.
+
+Everything here is called in agreed order on every rank: who is evicted follows from the tree and
+the ledger, never from what this rank's pool happens to have free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cache.copy_desk import CopyDesk
+from cache.node import Node, Residency, Tier
+from cache.page_pool import PagePool
+from cache.radix_tree import RadixTree
+from consensus.manager import TransactionManager
+
+__all__ = ["Tiers"]
+
+
+class Tiers:
+    """What the paths (insertion, write-through, load-back, engine pages) share.
+
+    ``trims`` lets an eviction take only the last pages of a node; otherwise whole nodes go.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        pools: Mapping[Tier, PagePool],
+        manager: TransactionManager,
+        desk: CopyDesk,
+        *,
+        trims: bool,
+    ) -> None:
+        self.tree = tree
+        self.pools = pools
+        self.manager = manager
+        self.desk = desk
+        self.num_evicted = dict.fromkeys(Tier, 0)  # pages
+        self._trims = trims
+        self._hollow: list[Node] = []
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def room(self, tier: Tier) -> int:
+        """Pages that could be had now, evicting what may go: agreed."""
+        return self.manager.room(tier.value) + self.tree.num_evictable[tier]
+
+    def make_room(self, tier: Tier, num_pages: int) -> bool:
+        """Evict until the ledger has ``num_pages`` of room; False: that cannot be, nobody went."""
+        if self.room(tier) < num_pages:
+            return False
+        while (missing := num_pages - self.manager.room(tier.value)) > 0:
+            if self._evict_next(tier, missing) == 0:
+                return False
+        return True
+
+    def evict(self, tier: Tier, num_pages: int) -> int:
+        """Evict at least ``num_pages`` where as many may go; how many went."""
+        gone = 0
+        while gone < num_pages and (went := self._evict_next(tier, num_pages - gone)):
+            gone += went
+        return gone
+
+    def _evict_next(self, tier: Tier, missing: int) -> int:
+        node = self.tree.order[tier].pop()
+        if node is None:
+            return 0
+        if self._trims and missing < node.num_pages:
+            self.tree.split(node, node.num_pages - missing)
+        gone = node.num_pages
+        self.num_evicted[tier] += gone
+        self.manager.note("evict", tier.value, node.node_id, gone)
+        self.drop(node, tier)
+        self.prune()
+        return gone
+
+    # -- pages -----------------------------------------------------------------------------------
+
+    def free(self, tier: Tier, pages: Sequence[int]) -> None:
+        """Pages that were charged as held come back, here and in the ledger."""
+        self.pools[tier].free(pages)
+        self.manager.ledger.refund(tier.value, len(pages))
+
+    def drop(self, node: Node, tier: Tier) -> None:
+        """Take a published node out of ``tier``.
+
+        Its pages are freed unless its carriage is still open: then they are freed with that.
+        """
+        presence = node.at(tier)
+        pages, carriage = presence.pages, presence.carriage
+        self.tree.place(node, tier, Residency.ABSENT)
+        if carriage is None:
+            self.free(tier, pages)
+        self._hollow.append(node)
+
+    def hollow(self, nodes: Sequence[Node]) -> None:
+        """These may be in no tier any more; :meth:`prune` looks."""
+        self._hollow.extend(nodes)
+
+    def prune(self) -> None:
+        """Delete nodes that are in no tier, and what that leaves empty above them."""
+        hollow, self._hollow = self._hollow, []
+        for start in reversed(hollow):
+            node = start
+            while (
+                node.is_alive
+                and node.parent is not None
+                and not node.children
+                and node.device.state is Residency.ABSENT
+                and node.host.state is Residency.ABSENT
+            ):
+                parent = node.parent
+                self.tree.delete(node)
+                node = parent

@@ -1,0 +1,208 @@
+"""Write-through: queued at insert, backed up in one merged copy per step.
+
+``add`` is all that the request-finish path pays. In the step, ``plan`` turns the queue into
+intents: duplicates and dead nodes dropped, halves of split nodes found again, ancestors first, room
+made from agreed state. Each node is one intent, all of them share one copy and one ballot.
+
+    add -> plan -> reserve, copy starts -> vote -> COMMIT: published on HOST, pins held
+        -> ended here -> ended on all ranks -> unpinned
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+
+from cache.carriage import Carriage
+from cache.insertion import Insertion
+from cache.mover import Direction
+from cache.node import Node, Residency, Tier
+from cache.tiers import Tiers
+from cache.withdrawal import Withdrawal
+from consensus.participant import Intent
+from consensus.transaction import State
+
+__all__ = ["WriteThrough"]
+
+
+class _Plan(enum.Enum):
+    OPENED = "opened"
+    DROPPED = "dropped"
+    WAITS = "waits"
+
+
+class WriteThrough:
+    """Participant for backups from DEVICE to HOST."""
+
+    kind = "back_up"
+
+    def __init__(
+        self, tiers: Tiers, insertion: Insertion, withdrawal: Withdrawal, *, queue_nodes_max: int
+    ) -> None:
+        self._tiers = tiers
+        self._insertion = insertion
+        self._withdrawal = withdrawal
+        self._queue: deque[Node] = deque()
+        self._queue_nodes_max = queue_nodes_max
+        self._carriages: dict[int, Carriage] = {}
+        self.num_commits = 0
+        self.num_aborts = 0
+        self.num_dropped = 0
+
+    # -- the queue -------------------------------------------------------------------------------
+
+    def add(self, node: Node) -> None:
+        """Queue one node. Constant time; nothing is pinned or reserved before the step."""
+        if node.is_queued:
+            return
+        if len(self._queue) >= self._queue_nodes_max:
+            self.num_dropped += 1
+            return
+        node.is_queued = True
+        self._queue.append(node)
+
+    def add_path(self, path: list[Node]) -> None:
+        """Queue what of ``path`` has no backup and none under way."""
+        for node in path:
+            if not node.host.state:
+                self.add(node)
+
+    @property
+    def num_queued(self) -> int:
+        """Nodes that wait for a step."""
+        return len(self._queue)
+
+    def plan(self) -> None:
+        """Open an intent for each queued node that can be backed up, ancestors first."""
+        queue, self._queue = self._queue, deque()
+        for queued in queue:
+            # A split leaves the mark on both halves but only the lower one in the queue.
+            chain: list[Node] = []
+            node: Node | None = queued
+            while node is not None and node.is_queued:
+                chain.append(node)
+                node = node.parent
+            for node in reversed(chain):
+                node.is_queued = False
+                if self._plan(node) is _Plan.WAITS:
+                    self.add(node)
+
+    def _plan(self, node: Node) -> _Plan:
+        if not node.is_alive or not node.device.state or node.host.state:
+            return _Plan.DROPPED
+        parents: list[Intent] = []
+        above = node.parent
+        if above is not None and above.parent is not None:
+            if above.is_queued:
+                return _Plan.WAITS
+            if not above.host.state:
+                return _Plan.DROPPED
+            if above.host.state is Residency.RESERVED and above.host.carriage is not None:
+                parents.append(_intent(above.host.carriage))
+        if node.device.state is Residency.RESERVED and node.device.carriage is not None:
+            parents.append(_intent(node.device.carriage))
+        return self._open(node, parents)
+
+    def _open(self, node: Node, parents: list[Intent]) -> _Plan:
+        tiers = self._tiers
+        anchor = node.parent
+        tiers.tree.pin_path(anchor, Tier.HOST)
+        intent: Intent | None = None
+        has_room = tiers.make_room(Tier.HOST, node.num_pages)
+        if has_room:
+            intent = tiers.manager.open(
+                self.kind, node.node_id, {Tier.HOST.value: node.num_pages}, self, parents=parents
+            )
+        if intent is None:
+            tiers.tree.unpin_path(anchor, Tier.HOST)
+            if has_room:
+                return _Plan.WAITS
+            self.num_aborts += 1
+            tiers.manager.note("no room", Tier.HOST.value, node.node_id)
+            return _Plan.DROPPED
+        carriage = Carriage(Tier.HOST, [node], anchor)
+        carriage.intent = intent
+        self._carriages[intent.serial] = carriage
+        carriage.attach()
+        tiers.tree.place(node, Tier.HOST, Residency.RESERVED)
+        tiers.tree.pin(node, Tier.DEVICE)
+        tiers.tree.pin(node, Tier.HOST)
+        return _Plan.OPENED
+
+    # -- participant -----------------------------------------------------------------------------
+
+    def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
+        """All or nothing."""
+        carriage = self._carriages[intent.serial]
+        if self._tiers.desk.room < 1:
+            return 0
+        carriage.pages = self._tiers.pools[Tier.HOST].reserve(num_pages) or []
+        return len(carriage.pages)
+
+    def unreserve(self, intent: Intent, pool: str) -> None:
+        """Give the pages back; nothing has used them."""
+        carriage = self._carriages[intent.serial]
+        self._tiers.pools[Tier.HOST].free(carriage.pages)
+        carriage.pages = []
+
+    def start(self, intent: Intent) -> None:
+        """Put its part into the merged copy of this step, so that the copy hides the vote."""
+        carriage = self._carriages[intent.serial]
+        source: list[int] = []
+        inserts: list[Carriage] = []
+        for node in carriage.nodes:
+            insert = node.device.carriage
+            if node.device.is_published:
+                source += node.device.pages
+            elif insert is not None:
+                source += insert.pages_of(node)
+                insert.num_copies += 1
+                inserts.append(insert)
+
+        def on_end(ok: bool) -> None:
+            for insert in inserts:
+                self._insertion.reader_ended(insert)
+            self._tiers.manager.mark_ended(intent, None if ok else 0)
+
+        self._tiers.desk.add(Direction.TO_HOST, source, carriage.pages, on_end)
+
+    def commit(self, intent: Intent) -> None:
+        """Publish on HOST; the pins stay until the copy has ended on all ranks."""
+        self.num_commits += 1
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            self._tiers.tree.place(node, Tier.HOST, Residency.COPYING, carriage.pages_of(node))
+
+    def abort(self, intent: Intent) -> None:
+        """No rank believes that the node is backed up."""
+        self.num_aborts += 1
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            self._tiers.tree.place(node, Tier.HOST, Residency.ABSENT)
+        carriage.let_go()
+        self._tiers.hollow(carriage.nodes)
+
+    def ended(self, intent: Intent) -> None:
+        """Unpin. What failed or was given up is unpublished, and what lies below it too."""
+        carriage = self._carriages.pop(intent.serial)
+        tiers = self._tiers
+        if intent.state in (State.FAILED, State.QUARANTINED):
+            for node in carriage.nodes:
+                self._withdrawal.retract_host(node)
+        tiers.tree.unpin_path(carriage.anchor, Tier.HOST)
+        for node in carriage.detach():
+            if intent.state is State.DONE:
+                tiers.tree.place(node, Tier.HOST, Residency.RESIDENT)
+            tiers.tree.unpin(node, Tier.DEVICE)
+            tiers.tree.unpin(node, Tier.HOST)
+        if intent.state is not State.DONE:
+            tiers.pools[Tier.HOST].free(carriage.pages)
+
+    def held_pages(self) -> list[int]:
+        """Host pages of this rank that open backups own."""
+        return [page for carriage in self._carriages.values() for page in carriage.pages]
+
+
+def _intent(carriage: Carriage) -> Intent:
+    assert carriage.intent is not None
+    return carriage.intent

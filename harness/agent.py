@@ -1,0 +1,303 @@
+"""One rank's way through a scenario file: the same code in the simulator and in a real process.
+
+The agent is a generator that yields whenever it has to wait. What it sees, it records; judging is
+done afterwards, over all ranks, by :mod:`harness.scenario`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from cache.hierarchical_cache import StepResult
+from cache.node import Residency, Tier
+from cache.ticket import Ticket, TicketState
+from consensus.errors import Divergence, InternalError, KvpactError, RankStalled
+from harness.checkers import Snapshot, snapshot
+from harness.faults import FaultBoard
+from harness.rank import Rank
+from harness.scenario_model import (
+    Abort,
+    AttachStorage,
+    DetachStorage,
+    Do,
+    Drain,
+    Evict,
+    Expect,
+    Fault,
+    Finish,
+    Heal,
+    Insert,
+    LoadBack,
+    Prefetch,
+    Reset,
+    Scenario,
+    Step,
+    expand,
+    parse_ranges,
+)
+from harness.sim import Pause, Program
+
+__all__ = ["Agent", "Observation", "Raised", "RankRecord"]
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """What one rank sees at an ``expect``: every key of it that the file asks for."""
+
+    number: int
+    seen: dict[str, dict[str, int]]
+    story: list[str]
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """An error that an entry raised on one rank; ``kinds`` are the names of its classes."""
+
+    number: int
+    kinds: list[str]
+    ranks: tuple[int, ...]
+    text: str
+
+
+class RankRecord(msgspec.Struct):
+    """All that one rank saw. ``left_at``: the entry at which it stalled or died (0: never)."""
+
+    rank: int
+    snapshots: list[Snapshot] = []
+    observations: list[Observation] = []
+    raised: list[Raised] = []
+    broken: list[str] = []
+    suspended_from: int | None = None
+    left_at: int = 0
+
+
+class Exit(Exception):
+    """The rank dies here."""
+
+
+class Stall(Exception):
+    """The rank never steps again."""
+
+
+class Agent:
+    """Runs ``scenario`` on one rank.
+
+    ``settle_copies`` is called before each step: with real threads it waits for the copies that no
+    fault delays. ``exit_now`` ends the process where a fault says so.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        rank: Rank,
+        board: FaultBoard,
+        *,
+        settle_copies: Callable[[], None],
+        exit_now: Callable[[], None],
+    ) -> None:
+        self.scenario = scenario
+        self.rank = rank
+        self.cache = rank.cache
+        self.board = board
+        self.record = RankRecord(rank.cache.rank)
+        self._settle_copies = settle_copies
+        self._exit_now = exit_now
+        self._iteration = 0
+        self._tickets: dict[str, Ticket] = {}
+        self._holding: set[str] = set()
+        self._errors = {"divergences": 0, "stalls": 0, "resets": 0, "deferred": 0}
+        self._computes_wrong = False
+
+    def program(self) -> Program:
+        """All entries in order. Ends early where the rank stalls or dies."""
+        for entry in self.scenario.do:
+            if entry.ranks is not None:
+                self._suspend()
+                if self.record.rank not in entry.ranks:
+                    continue
+            try:
+                yield from self._do(entry)
+            except Stall:
+                self.record.left_at = entry.number
+                return
+            except Exit:
+                self.record.left_at = entry.number
+                self._exit_now()
+                return
+            except KvpactError as error:
+                self._note_error(entry, error)
+                if isinstance(error, InternalError):
+                    return
+
+    # -- entries ---------------------------------------------------------------------------------
+
+    def _do(self, entry: Do) -> Program:
+        match entry:
+            case Step():
+                for _ in range(entry.times):
+                    yield from self._step()
+            case Drain():
+                yield from self._drain(entry)
+            case Insert():
+                self._insert(entry)
+            case LoadBack():
+                self._load_back(entry)
+            case Evict():
+                self.cache.evict(Tier(entry.tier), entry.pages)
+            case Finish():
+                self._holding.discard(entry.request)
+                if self.cache.requests.get(entry.request) is not None:
+                    self.cache.finish_request(entry.request)
+            case Abort():
+                self._holding.discard(entry.request)
+                self.cache.abort(entry.request)
+            case Fault():
+                if entry.rank == self.record.rank:
+                    self.board.arm(entry)
+            case Heal():
+                self.board.heal()
+                self.rank.mover.heal()
+            case Expect():
+                self._expect(entry)
+            case Prefetch() | Reset() | AttachStorage() | DetachStorage():
+                raise InternalError(f"entry {entry.number} should have been refused before")
+
+    def _insert(self, entry: Insert) -> None:
+        self.cache.propose_insert(
+            entry.request, expand(entry.tokens), fill=self.rank.compute, hold=entry.hold
+        )
+        if entry.hold:
+            self._holding.add(entry.request)
+
+    def _load_back(self, entry: LoadBack) -> None:
+        match = self.cache.match_prefix(expand(entry.tokens), request=entry.request)
+        self._tickets[entry.request] = self.cache.request_load_back(entry.request, match)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """A load-back holds its prefix until it is decided, not longer: nobody computes here."""
+        for name, ticket in self._tickets.items():
+            if ticket.state is TicketState.PENDING or name in self._holding:
+                continue
+            if self.cache.requests.get(name) is ticket.request:
+                self.cache.finish_request(name)
+
+    def _drain(self, entry: Drain) -> Program:
+        for _ in range(entry.max_steps):
+            if not self.cache.has_pending():
+                return
+            yield from self._step()
+        if self.cache.has_pending():
+            waiting = [repr(intent) for intent in self.cache.manager.open_intents]
+            self.record.broken.append(
+                f"entry {entry.number} (drain): not idle after {entry.max_steps} steps:"
+                f" {', '.join(waiting) or 'queues are not empty'}"
+            )
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def _step(self) -> Program:
+        fault = self.board.strike("scheduler")
+        action = fault.action if fault is not None else ""
+        if action in ("skip_step", "extra_step", "diverge"):
+            self._suspend()
+        match action:
+            case "stall":
+                raise Stall
+            case "exit":
+                raise Exit
+            case "late":
+                assert fault is not None and fault.seconds is not None
+                yield Pause(fault.seconds)
+            case "diverge":
+                self._lose_a_node()
+            case "skip_step":
+                self._iteration += 1
+                yield Pause(self.scenario.world.step_ms / 1000)
+                return
+            case _:
+                pass
+        self._iteration += 1
+        yield from self._iterate()
+        if action == "extra_step":
+            yield from self._iterate()
+
+    def _iterate(self) -> Program:
+        yield Pause(self.scenario.world.step_ms / 1000)
+        self._settle_copies()
+        self.cache.begin_step(self._iteration)
+        while (result := self.cache.poll_step()) is None:
+            yield Pause()
+        self._after(result)
+
+    def _after(self, result: StepResult) -> None:
+        self._let_go()
+        self.cache.check_integrity()
+        self.record.broken += self.rank.wrong_bytes()
+        self.record.snapshots.append(snapshot(self.cache))
+
+    def _lose_a_node(self) -> None:
+        """The tree of this rank alone drops its least recently used unpinned leaf."""
+        tree, tiers = self.cache.tree, self.cache.tiers
+        leaves = [
+            node
+            for node in tree.nodes()
+            if not node.children
+            and not node.device.pins
+            and not node.host.pins
+            and not node.carriages
+        ]
+        if not leaves:
+            return
+        node = min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id))
+        for tier in Tier:
+            if node.at(tier).state is not Residency.ABSENT:
+                tiers.drop(node, tier)
+        tiers.prune()
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def _suspend(self) -> None:
+        """From here on this rank may differ, until it is reported."""
+        if self.record.suspended_from is None:
+            self.record.suspended_from = self.cache.manager.step + 1
+
+    def _note_error(self, entry: Do, error: KvpactError) -> None:
+        self._errors["divergences"] += isinstance(error, Divergence)
+        self._errors["stalls"] += isinstance(error, RankStalled)
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        self.record.raised.append(Raised(entry.number, kinds, error.ranks, str(error)))
+
+    def _expect(self, entry: Expect) -> None:
+        size = self.scenario.world.page_size
+        seen: dict[str, dict[str, int]] = {}
+        for tier in ("device", "host", "usable"):
+            asked: dict[str, int] | None = getattr(entry, tier)
+            if asked is not None:
+                seen[tier] = {
+                    text: size * self.cache.peek(expand(parse_ranges(text)))[tier] for text in asked
+                }
+        if entry.free is not None:
+            pools = self.cache.tiers.pools
+            seen["free"] = {name: pools[Tier(name)].num_free for name in entry.free}
+        if entry.pinned is not None:
+            pinned = self.cache.tree.num_pinned
+            seen["pinned"] = {name: pinned[Tier(name)] for name in entry.pinned}
+        if entry.loaded is not None:
+            seen["loaded"] = {name: size * self._loaded(name) for name in entry.loaded}
+        if entry.counters is not None:
+            known = {**self.cache.metrics(), **self._errors}
+            seen["counters"] = {name: known[name] for name in entry.counters}
+        if entry.right_bytes is not None:
+            seen["right_bytes"] = {text: self._is_right(text) for text in entry.right_bytes}
+        story = [str(line) for line in self.cache.journal.tail(12)]
+        self.record.observations.append(Observation(entry.number, seen, story))
+
+    def _loaded(self, name: str) -> int:
+        ticket = self._tickets[name]
+        return ticket.num_pages if ticket.state is TicketState.READY else 0
+
+    def _is_right(self, text: str) -> int:
+        """1: all of the prefix that is on DEVICE has the right bytes."""
+        nodes, _ = self.cache.tree.walk(expand(parse_ranges(text)))
+        return int(not self.rank.wrong_bytes([n for n in nodes if n.device.is_published]))

@@ -1,0 +1,67 @@
+"""One rank put together: tensors, pools, mover and cache, for simulated and real groups alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cache.config import CacheConfig
+from cache.content import fill_pages
+from cache.hierarchical_cache import HierarchicalCache
+from cache.mover import Mover, PlanPart
+from cache.node import Node, Tier
+from cache.page_pool import PagePool
+from cache.tensors import KVTensors
+from consensus.epoch import Locator
+from consensus.group import Group
+from consensus.journal import Journal
+from consensus.step import Beacon
+from consensus.store import Store
+from harness.checkers import hashes_of, wrong_bytes
+
+__all__ = ["MakeMover", "Rank"]
+
+MakeMover = Callable[[KVTensors, KVTensors, PlanPart | None], Mover]
+
+
+class Rank:
+    """A rank's cache with real tensors behind it, and the bytes that belong into them."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        group: Group,
+        store: Store,
+        pools: Mapping[Tier, PagePool],
+        usable: Mapping[str, int],
+        make_mover: MakeMover,
+        locator: Locator,
+        journal: Journal,
+        beacon: Beacon | None = None,
+        plan_part: PlanPart | None = None,
+    ) -> None:
+        self.tensors = {
+            Tier.DEVICE: KVTensors(config.kv_shape, config.device_pages, config.page_size),
+            Tier.HOST: KVTensors(config.kv_shape, config.host_pages, config.page_size),
+        }
+        self.mover = make_mover(self.tensors[Tier.DEVICE], self.tensors[Tier.HOST], plan_part)
+        self.cache = HierarchicalCache(
+            config,
+            group=group,
+            store=store,
+            pools=pools,
+            mover=self.mover,
+            usable=usable,
+            journal=journal,
+            locator=locator,
+            beacon=beacon,
+        )
+
+    def compute(self, nodes: list[Node], pages: list[int]) -> None:
+        """Write what an engine would compute for ``nodes`` into device ``pages``, in order."""
+        hashes = [page_hash for node in nodes for page_hash in hashes_of(self.cache, node)]
+        fill_pages(self.tensors[Tier.DEVICE], pages, hashes, self.cache.rank)
+
+    def wrong_bytes(self, nodes: list[Node] | None = None) -> list[str]:
+        """See :func:`harness.checkers.wrong_bytes`."""
+        return wrong_bytes(self.cache, self.tensors, nodes)

@@ -1,0 +1,241 @@
+"""Runs scenario files, in the simulator or with real processes, and judges what the ranks saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from rich.console import Console
+
+from cache.config import CacheConfig
+from cache.hierarchical_cache import schema_of
+from cache.node import Tier
+from cache.tensors import KVShape
+from cache.transfer import DeferredMover
+from consensus.errors import Misuse
+from consensus.journal import Journal
+from consensus.store import MemoryStore
+from harness.agent import Agent, Observation, Raised, RankRecord
+from harness.checkers import compare
+from harness.faults import FaultBoard, FaultyPool
+from harness.files import write_bytes
+from harness.rank import Rank
+from harness.scenario_model import (
+    AttachStorage,
+    DetachStorage,
+    Do,
+    Expect,
+    Prefetch,
+    Reset,
+    Scenario,
+    World,
+)
+from harness.sim import Program, SimBeacon, SimClock, SimGroup, SimNet, run_programs
+
+__all__ = ["Result", "judge", "make_agent", "run_files", "run_sim", "unsupported", "world_config"]
+
+#: Large enough that two different pages never look alike, small enough for tiny worlds.
+KV_SHAPE = KVShape(2, 1, 8)
+
+
+class Result(msgspec.Struct):
+    """One file: what failed, as lines (none: everything holds)."""
+
+    path: str
+    name: str
+    ranks: str
+    seed: int
+    failures: list[str]
+    records: list[RankRecord]
+
+
+def unsupported(scenario: Scenario) -> str:
+    """Why this version cannot run ``scenario`` yet; empty: it can."""
+    world = scenario.world
+    needs = {
+        f"mode {world.mode}": world.mode != "write_through",
+        "a storage tier": world.storage != "none",
+        "side pools": bool(world.side_pools),
+        f"policy {world.policy}": world.policy != "raise",
+    }
+    for entry in scenario.do:
+        if isinstance(entry, Prefetch | Reset | AttachStorage | DetachStorage):
+            needs[type(entry).__name__] = True
+    return ", ".join(need for need, needed in needs.items() if needed)
+
+
+def world_config(world: World, rank: int) -> CacheConfig:
+    """The cache's configuration of one rank of a scenario's world."""
+    return CacheConfig(
+        page_size=world.page_size,
+        device_pages=world.device_pages[rank],
+        host_pages=world.host_pages[rank],
+        kv_shape=KV_SHAPE,
+        lag=world.lag,
+        evicts_whole_nodes=True,
+        verifies_copies=True,
+        copy_timeout_s=world.copy_timeout_s,
+        deadline_s=world.deadline_s,
+        grace_s=min(0.5, world.deadline_s / 2),
+    )
+
+
+def make_pools(world: World, rank: int, board: FaultBoard) -> dict[Tier, FaultyPool]:
+    """The pools of one rank, with the seam for refusals."""
+    return {
+        Tier.DEVICE: FaultyPool("device", world.device_pages[rank], board),
+        Tier.HOST: FaultyPool("host", world.host_pages[rank], board),
+    }
+
+
+def agreed_pages(world: World) -> dict[str, int]:
+    """Pages per pool that all ranks have."""
+    return {"device": min(world.device_pages), "host": min(world.host_pages)}
+
+
+def run_sim(scenario: Scenario, seed: int = 0) -> Result:
+    """Run it in the simulator. Deterministic: the same file and seed give the same events."""
+    world = scenario.world
+    clock = SimClock()
+    net = SimNet(world.num_ranks, schema_of(world_config(world, 0)).width, clock)
+    store = MemoryStore()
+    agents = [_sim_agent(scenario, rank, net, store) for rank in range(world.num_ranks)]
+    run_programs([agent.program() for agent in agents], net, seed)
+    records = [agent.record for agent in agents]
+    return Result(scenario.path, scenario.name, "sim", seed, judge(scenario, records), records)
+
+
+def _sim_agent(scenario: Scenario, rank: int, net: SimNet, store: MemoryStore) -> Agent:
+    board = FaultBoard()
+    config = world_config(scenario.world, rank)
+    real = Rank(
+        config,
+        group=SimGroup(net, rank),
+        store=store,
+        pools=make_pools(scenario.world, rank, board),
+        usable=agreed_pages(scenario.world),
+        make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
+        locator=net,
+        journal=Journal(rank),
+        beacon=SimBeacon(net, rank),
+        plan_part=board.plan_part,
+    )
+    return Agent(
+        scenario,
+        real,
+        board,
+        settle_copies=lambda: None,
+        exit_now=lambda: net.kill(rank),
+    )
+
+
+# -- judging -------------------------------------------------------------------------------------
+
+
+def judge(scenario: Scenario, records: Sequence[RankRecord]) -> list[str]:
+    """Everything that is not as it must be, as readable lines."""
+    failures = [line for record in records for line in record.broken]
+    suspended = [r.suspended_from for r in records if r.suspended_from is not None]
+    until = min(suspended, default=1 << 62)
+    failures += compare(snap for r in records for snap in r.snapshots if snap.step < until)
+    for entry in scenario.do:
+        failures += _judge_raised(entry, records)
+        if isinstance(entry, Expect):
+            failures += _judge_expect(entry, records)
+    return failures
+
+
+def _judge_raised(entry: Do, records: Sequence[RankRecord]) -> list[str]:
+    failures: list[str] = []
+    where = f"entry {entry.number} ({type(entry).__name__.lower()})"
+    for record in records:
+        runs = entry.ranks is None or record.rank in entry.ranks
+        if not runs or (record.left_at and record.left_at <= entry.number):
+            continue
+        raised = next((one for one in record.raised if one.number == entry.number), None)
+        wanted = entry.raises
+        if wanted is None and raised is not None:
+            failures.append(f"{where}, rank {record.rank}: raised without notice: {raised.text}")
+        elif wanted is not None and not _is_as_wanted(wanted.kind, wanted.rank, raised):
+            found = f"found {raised.kinds[0]}: {raised.text}" if raised else "nothing was raised"
+            about = "" if wanted.rank is None else f" naming rank {wanted.rank}"
+            failures.append(f"{where}, rank {record.rank}: expected {wanted.kind}{about}, {found}")
+    return failures
+
+
+def _is_as_wanted(kind: str, rank: int | None, raised: Raised | None) -> bool:
+    return raised is not None and kind in raised.kinds and (rank is None or rank in raised.ranks)
+
+
+def _judge_expect(entry: Expect, records: Sequence[RankRecord]) -> list[str]:
+    failures: list[str] = []
+    seen = {
+        record.rank: observation
+        for record in records
+        for observation in record.observations
+        if observation.number == entry.number
+    }
+    for rank, observation in seen.items():
+        for key, name, wanted in _wanted(entry, rank):
+            found = observation.seen[key][name]
+            if (key, name) == ("counters", "writes_submitted"):
+                found = max(other.seen[key][name] for other in seen.values())
+            if found != wanted:
+                failures.append(_explain(entry, rank, f"{key} {name}", wanted, found, observation))
+    return failures
+
+
+def _wanted(entry: Expect, rank: int) -> list[tuple[str, str, int]]:
+    wanted: list[tuple[str, str, int]] = []
+    for key in (
+        "device",
+        "host",
+        "storage",
+        "usable",
+        "pinned",
+        "loaded",
+        "prefetched",
+        "counters",
+    ):
+        table: dict[str, int] | None = getattr(entry, key)
+        wanted += [(key, name, value) for name, value in (table or {}).items()]
+    wanted += [("free", name, pages[rank]) for name, pages in (entry.free or {}).items()]
+    wanted += [("right_bytes", text, 1) for text in entry.right_bytes or ()]
+    return wanted
+
+
+def _explain(
+    entry: Expect, rank: int, what: str, wanted: int, found: int, observation: Observation
+) -> str:
+    story = "".join(f"\n      {line}" for line in observation.story)
+    return (
+        f"entry {entry.number} (expect), rank {rank}: {what}: expected {wanted}, found {found};"
+        f" the journal before it:{story}"
+    )
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def run_files(
+    scenarios: list[Scenario], *, ranks: str, seed: int, json_out: str | None = None
+) -> int:
+    """Run files and print what came of each; 0: everything holds, 1: something does not."""
+    for scenario in scenarios:
+        if reason := unsupported(scenario):
+            raise Misuse(f"{scenario.path}: this version does not run {reason} yet")
+    run: Callable[[Scenario, int], Result] = run_sim
+    if ranks == "gloo":
+        from harness.scenario_gloo import run_gloo  # noqa: PLC0415 - real processes only on demand
+
+        run = run_gloo
+    console = Console(highlight=False, soft_wrap=True)
+    results = [run(scenario, seed) for scenario in scenarios]
+    for result in results:
+        verdict = "[red]FAILS[/red]" if result.failures else "[green]holds[/green]"
+        console.print(f"{verdict}  {result.path}  ({result.name})")
+        for failure in result.failures:
+            console.print(f"    {failure}", markup=False)
+    if json_out is not None:
+        write_bytes(json_out, msgspec.json.format(msgspec.json.encode(results)))
+    return int(any(result.failures for result in results))

@@ -1,0 +1,224 @@
+"""All ranks in one thread under a virtual clock: deterministic, replayable from a seed.
+
+A rank is a generator that yields a :class:`Pause`: for so long, or until something has changed.
+The network pairs collectives as raw gloo does: the k-th call of each rank belongs together,
+whatever the ranks meant by it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from consensus.epoch import LastSeen
+from consensus.errors import Misuse, PeerLost
+from consensus.group import Work
+
+__all__ = ["Pause", "Program", "SimClock", "SimGroup", "SimNet", "run_programs"]
+
+Vector = NDArray[np.int64]
+
+#: How far the clock moves at most while everyone waits: a rank looks around as often as a real one.
+SLICE_S = 0.05
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """``seconds`` of virtual time; 0: until something else has changed."""
+
+    seconds: float = 0.0
+
+
+Program = Generator[Pause, None, None]
+
+
+class SimClock:
+    """Seconds since the world began."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+
+class _Call:
+    """One collective of the network: what has arrived, and the result once all have."""
+
+    __slots__ = ("num_read", "result", "vectors")
+
+    def __init__(self) -> None:
+        self.vectors: dict[int, Vector] = {}
+        self.result: Vector | None = None
+        self.num_read = 0
+
+
+class SimNet:
+    """What connects ``size`` simulated ranks; ``dead`` ranks broke their connections."""
+
+    def __init__(self, size: int, width: int, clock: SimClock) -> None:
+        self.size = size
+        self.width = width
+        self.clock = clock
+        self.changes = 0
+        self.dead: list[int] = []
+        self._calls: dict[int, _Call] = {}
+        self._places: dict[int, tuple[int, str, float]] = {}
+
+    def put(self, rank: int, index: int, vector: Vector) -> None:
+        """The ``index``-th call of ``rank``."""
+        call = self._calls.setdefault(index, _Call())
+        call.vectors[rank] = vector
+        self.changes += 1
+        if len(call.vectors) == self.size:
+            call.result = np.minimum.reduce([call.vectors[r] for r in sorted(call.vectors)])
+            call.result.flags.writeable = False
+
+    def take(self, index: int) -> Vector | None:
+        """The result of the ``index``-th call. Raises :class:`PeerLost` where it cannot come."""
+        call = self._calls[index]
+        if call.result is None and any(rank not in call.vectors for rank in self.dead):
+            raise PeerLost("the connection was closed by a peer", ranks=tuple(self.dead))
+        return call.result
+
+    def forget(self, index: int) -> None:
+        """One rank has read the result; the last one frees it."""
+        call = self._calls[index]
+        call.num_read += 1
+        if call.num_read == self.size:
+            del self._calls[index]
+
+    def kill(self, rank: int) -> None:
+        """The process of ``rank`` ends."""
+        self.dead.append(rank)
+        self.changes += 1
+
+    def place(self, rank: int, step: int, phase: str) -> None:
+        """Where ``rank`` says it is."""
+        self._places[rank] = (step, phase, self.clock.now_s)
+
+    # What the ranks ask out of band (consensus.epoch.Locator).
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether its process has ended."""
+        return rank in self.dead
+
+    def last_seen(self, rank: int) -> LastSeen | None:
+        """Where it was last."""
+        if rank not in self._places:
+            return None
+        step, phase, since = self._places[rank]
+        return LastSeen(step, phase, self.clock.now_s - since, dead=rank in self.dead)
+
+
+class SimBeacon:
+    """Says where a simulated rank is."""
+
+    def __init__(self, net: SimNet, rank: int) -> None:
+        self._net = net
+        self._rank = rank
+
+    def at(self, epoch: int, step: int, phase: str, posted: int) -> None:
+        """See :class:`consensus.step.Beacon`."""
+        self._net.place(self._rank, step, phase)
+
+
+class SimGroup:
+    """One simulated rank's group (:class:`consensus.group.Group`)."""
+
+    def __init__(self, net: SimNet, rank: int) -> None:
+        self.rank = rank
+        self.size = net.size
+        self.width = net.width
+        self._net = net
+        self._num_calls = 0
+        self._is_closed = False
+
+    def min(self, vector: Vector) -> Work:
+        """See :class:`consensus.group.Group`."""
+        if self._is_closed:
+            raise Misuse("the group is closed: form a new one")
+        if vector.dtype != np.int64 or vector.shape != (self.width,):
+            raise Misuse(f"the group reduces int64 ({self.width},), got {vector.shape}")
+        index = self._num_calls
+        self._num_calls += 1
+        self._net.put(self.rank, index, vector.copy())
+        return _SimWork(self._net, index)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._net.clock.now_s
+
+    def close(self) -> None:
+        """Nobody may use it any more."""
+        self._is_closed = True
+
+
+class _SimWork:
+    """One collective in flight."""
+
+    __slots__ = ("_index", "_net", "_result")
+
+    def __init__(self, net: SimNet, index: int) -> None:
+        self._net = net
+        self._index = index
+        self._result: Vector | None = None
+
+    def done(self) -> bool:
+        """See :class:`consensus.group.Work`."""
+        if self._result is None:
+            self._result = self._net.take(self._index)
+            if self._result is not None:
+                self._net.forget(self._index)
+        return self._result is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Nothing happens while one rank of a simulation waits: as :meth:`done`."""
+        return self.done()
+
+    def result(self) -> Vector:
+        """See :class:`consensus.group.Work`."""
+        if not self.done() or self._result is None:
+            raise Misuse("result() before the collective is done")
+        return self._result
+
+
+def run_programs(
+    programs: Sequence[Program], net: SimNet, seed: int, *, limit_s: float = 1e6
+) -> None:
+    """Run all ranks until their programs have ended.
+
+    In each turn the ranks that can go on do so, in an order drawn from ``seed``. When nobody can,
+    the clock moves to the next wake-up, at most :data:`SLICE_S` while somebody waits for others.
+    Raises :class:`Misuse` when ``limit_s`` of virtual time have passed.
+    """
+    order = random.Random(seed)
+    wake_at = dict.fromkeys(range(len(programs)), 0.0)
+    waits = dict.fromkeys(range(len(programs)), False)
+    while wake_at:
+        ready = [r for r in wake_at if waits[r] or wake_at[r] <= net.clock.now_s]
+        order.shuffle(ready)
+        before, moved = net.changes, False
+        for rank in ready:
+            try:
+                pause = next(programs[rank])
+            except StopIteration:
+                del wake_at[rank], waits[rank]
+                net.changes += 1
+                continue
+            waits[rank] = pause.seconds <= 0
+            if not waits[rank]:
+                wake_at[rank] = net.clock.now_s + pause.seconds
+                moved = True
+        if moved or net.changes != before or not wake_at:
+            continue
+        _move_clock(net.clock, wake_at, waits)
+        if net.clock.now_s > limit_s:
+            raise Misuse(f"the simulated world did not end within {limit_s:g} s of its time")
+
+
+def _move_clock(clock: SimClock, wake_at: dict[int, float], waits: dict[int, bool]) -> None:
+    wakes = [wake_at[rank] for rank in wake_at if not waits[rank]]
+    if any(waits.values()):
+        wakes.append(clock.now_s + SLICE_S)
+    clock.now_s = max(clock.now_s, min(wakes))

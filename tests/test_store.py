@@ -1,0 +1,244 @@
+"""One conformance suite for both stores, what torch's own store really does, and a silent host."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consensus.errors import Misuse, StoreSilent
+from consensus.group import GlooGroup, connect_tcp_store, open_tcp_store, serve_tcp_store
+from consensus.store import MAX_LINES, MAX_VALUE_BYTES, MemoryStore, Store, TcpStore
+from harness.launch import Launch, RankContext
+
+_TEXT = b"\x00\xff any bytes"
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    server, number = serve_tcp_store()
+    yield number
+    del server
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def store(request: pytest.FixtureRequest, port: int) -> Iterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore()
+        return
+    tcp = TcpStore("127.0.0.1", port)
+    for key in ("a", "b", "c"):
+        tcp.delete(key)
+    yield tcp
+    tcp.close()
+
+
+def test_get_set_delete(store: Store) -> None:
+    began_s = time.monotonic()
+    assert store.get("a") is None
+    assert time.monotonic() - began_s < 1.0  # an absent key is not waited for
+    store.set("a", _TEXT)
+    assert store.get("a") == _TEXT
+    store.set("a", b"")
+    assert store.get("a") == b""
+    store.delete("a")
+    store.delete("a")
+    assert store.get("a") is None
+
+
+def test_compare_set_on_nothing_lets_the_first_writer_win(store: Store) -> None:
+    assert store.compare_set("a", None, b"first") == b"first"
+    assert store.compare_set("a", None, b"second") == b"first"
+    assert store.get("a") == b"first"
+
+
+def test_compare_set_never_takes_an_empty_value_for_nothing(store: Store) -> None:
+    store.set("a", b"")
+    assert store.compare_set("a", None, b"late") == b""
+    assert store.get("a") == b""
+
+
+def test_compare_set_on_something(store: Store) -> None:
+    assert store.compare_set("a", b"old", b"new") == b""  # absent: nothing written
+    assert store.get("a") is None
+    assert store.compare_set("a", b"same", b"same") == b""
+    assert store.get("a") is None
+    store.set("a", b"old")
+    assert store.compare_set("a", b"other", b"new") == b"old"
+    assert store.compare_set("a", b"old", b"new") == b"new"
+    assert store.compare_set("a", b"new", b"new") == b"new"
+    assert store.get("a") == b"new"
+
+
+def test_limits_are_the_callers_fault_and_change_nothing(store: Store) -> None:
+    with pytest.raises(Misuse, match="at most"):
+        store.set("a", bytes(MAX_VALUE_BYTES + 1))
+    with pytest.raises(Misuse, match="empty value"):
+        store.compare_set("a", None, b"")
+    with pytest.raises(Misuse, match="key"):
+        store.get("")
+    assert store.get("a") is None
+    store.set("a", bytes(MAX_VALUE_BYTES))
+    assert len(store.get("a") or b"") == MAX_VALUE_BYTES
+
+
+def test_many_threads_one_winner(store: Store) -> None:
+    seen: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def write(number: int) -> None:
+        seen.put(store.compare_set("c", None, b"%d" % number))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert {seen.get(timeout=1.0) for _ in threads} == {store.get("c")}
+
+
+_KEYS = st.sampled_from(["a", "b"])
+_VALUES = st.sampled_from([b"", b"1", b"2", b"?", b"="])
+_CALLS = st.one_of(
+    st.tuples(st.just("get"), _KEYS),
+    st.tuples(st.just("set"), _KEYS, _VALUES),
+    st.tuples(st.just("delete"), _KEYS),
+    st.tuples(
+        st.just("compare_set"),
+        _KEYS,
+        st.none() | _VALUES,
+        _VALUES.filter(lambda value: value != b""),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def twin(port: int) -> Iterator[TcpStore]:
+    tcp = TcpStore("127.0.0.1", port)
+    yield tcp
+    tcp.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls=st.lists(_CALLS, max_size=12))
+def test_both_stores_answer_alike(twin: TcpStore, calls: list[tuple[Any, ...]]) -> None:
+    memory = MemoryStore()
+    for key in ("a", "b"):
+        twin.delete(key)
+    for name, *arguments in calls:
+        assert getattr(twin, name)(*arguments) == getattr(memory, name)(*arguments)
+
+
+def test_memory_store_can_fall_silent() -> None:
+    memory = MemoryStore("memory:7")
+    memory.set("a", b"1")
+    memory.silent = True
+    for call in (lambda: memory.get("a"), lambda: memory.set("a", b"2")):
+        with pytest.raises(StoreSilent, match="memory:7"):
+            call()
+    memory.silent = False
+    assert memory.get("a") == b"1"
+    assert memory.keys() == ["a"]
+
+
+# ------------------------------------------------------------------------------------- TCPStore
+
+
+def test_what_torch_does_with_compare_set(port: int) -> None:
+    """TcpStore is built on this; a torch that differs must fail here and not in an epoch."""
+    raw = connect_tcp_store("127.0.0.1", port, 5.0)
+    raw.delete_key("raw")
+    assert raw.compare_set("raw", "x", "y") == b"x"  # absent: returns what was expected
+    assert not raw.check(["raw"])  # and writes nothing
+    assert raw.compare_set("raw", "", "y") == b"y"
+    assert raw.compare_set("raw", "", "z") == b"y"
+    assert raw.compare_set("raw", "wrong", "z") == b"y"
+    assert raw.compare_set("raw", "y", "y") == b"y"
+    raw.set("raw", b"")
+    assert raw.compare_set("raw", "", "z") == b"z"  # emptiness that stands is overwritten
+    raw.delete_key("raw")
+
+
+def test_a_foreign_value_is_not_mistaken_for_ours(port: int) -> None:
+    tcp = TcpStore("127.0.0.1", port)
+    tcp.raw().set("foreign", "text")
+    with pytest.raises(Misuse, match="not written by kvpact"):
+        tcp.get("foreign")
+    tcp.delete("foreign")
+    tcp.close()
+
+
+def test_a_closed_store_refuses(port: int) -> None:
+    tcp = TcpStore("127.0.0.1", port)
+    tcp.set("a", b"1")
+    tcp.close()
+    with pytest.raises(Misuse, match="closed"):
+        tcp.get("a")
+
+
+def serve(context: RankContext, args: Any) -> None:
+    server, number = serve_tcp_store()
+    context.send(number)
+    time.sleep(60)
+    del server
+
+
+def _silent_within(call: Callable[[], object], address: str, bound_s: float) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(StoreSilent, match=address):
+        call()
+    assert time.monotonic() - began_s < bound_s
+
+
+@pytest.mark.ranks
+def test_a_stopped_host_is_silent_within_the_bound_and_comes_back() -> None:
+    with Launch(f"{__name__}:serve", 1, grace_s=0.1, serve_store=False) as host:
+        number: int = host.receive(0, 30.0)
+        address = f"127.0.0.1:{number}"
+        tcp = TcpStore("127.0.0.1", number, call_timeout_s=0.3)
+        tcp.set("a", b"1")
+        host.signal(0, signal.SIGSTOP)
+        calls: list[Callable[[], object]] = [
+            lambda: tcp.get("a"),
+            lambda: tcp.set("a", b"2"),
+            lambda: tcp.compare_set("a", None, b"3"),
+            lambda: tcp.delete("b"),
+            lambda: tcp.get("a"),  # more calls than connections
+            lambda: tcp.get("a"),
+            tcp.raw,
+            lambda: GlooGroup.form(tcp.raw(), "g", [0, 1], 0, 4, 0.1),
+        ]
+        assert len(calls) > MAX_LINES
+        for call in calls:
+            _silent_within(call, address, 1.0)
+        host.signal(0, signal.SIGCONT)
+        end_s = time.monotonic() + 10.0
+        value: bytes | None = None
+        while value != b"2" and time.monotonic() < end_s:
+            try:
+                value = tcp.get("a")
+            except StoreSilent:
+                time.sleep(0.05)
+        assert value == b"2"  # the write that was given up landed after all
+        host.signal(0, signal.SIGKILL)
+        assert host.join().ranks[0].exit_code == -signal.SIGKILL
+        for _ in range(MAX_LINES + 1):
+            _silent_within(lambda: tcp.get("a"), address, 1.0)
+        tcp.close()
+
+
+def test_a_host_that_is_not_there_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number: int = free.getsockname()[1]
+    tcp = TcpStore("127.0.0.1", number, call_timeout_s=0.2)
+    _silent_within(lambda: tcp.get("a"), f"127.0.0.1:{number}", 1.0)
+    _silent_within(lambda: open_tcp_store("127.0.0.1", number, 0.2), f"127.0.0.1:{number}", 1.0)
+    tcp.close()
