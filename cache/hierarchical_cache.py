@@ -43,7 +43,14 @@ from consensus.participant import Outcome
 from consensus.step import Beacon, StepLimits, Stepper
 from consensus.store import Store
 
-__all__ = ["HierarchicalCache", "InsertResult", "Match", "StepResult", "schema_of"]
+__all__ = [
+    "HierarchicalCache",
+    "InsertResult",
+    "Match",
+    "StepResult",
+    "config_facts",
+    "schema_of",
+]
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -83,11 +90,21 @@ def schema_of(config: CacheConfig) -> Schema:
     return Schema(tuple(sorted(tier.value for tier in Tier)), config.num_slots)
 
 
+def config_facts(config: CacheConfig) -> dict[str, str]:
+    """What must be equal on all ranks, for :func:`consensus.membership.introduce`."""
+    own = ("device_pages", "host_pages")
+    return {
+        name: str(value)
+        for name, value in msgspec.structs.asdict(config).items()
+        if name not in own
+    }
+
+
 class HierarchicalCache:
     """One rank's part of the replica's cache.
 
     ``pools`` and ``mover`` are this rank's pages and copies. ``usable`` are the pages per pool that
-    all ranks agreed on at start (:func:`consensus.start.introduce`). Not thread-safe: the
+    all ranks agreed on at start (:class:`consensus.membership.Membership`). Not thread-safe: the
     scheduler's thread makes every call.
     """
 
@@ -427,11 +444,16 @@ class HierarchicalCache:
         write, load = self.write_through, self.load_back
         return {
             "commits": write.num_commits + load.num_commits,
-            "aborts": write.num_aborts + load.num_aborts,
+            "aborts": write.num_aborts
+            + write.num_no_room
+            + load.num_aborts
+            + load.num_no_room,
             "backups": write.num_commits,
             "backups_aborted": write.num_aborts,
+            "backups_no_room": write.num_no_room,
             "loads": load.num_commits,
             "loads_aborted": load.num_aborts,
+            "loads_no_room": load.num_no_room,
             "refused": self.insertion.num_refused,
             "pages_refused": self.engine_pages.num_refused,
             "writes_submitted": submitted[Direction.TO_HOST],

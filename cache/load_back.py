@@ -48,6 +48,7 @@ class LoadBack:
         self._tickets: list[Ticket] = []
         self.num_commits = 0
         self.num_aborts = 0
+        self.num_no_room = 0
 
     # -- the call --------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class LoadBack:
             if has_room and len(self._waiting) < self._waiting_max:
                 self._waiting.append((ticket, num_pages))
             else:
-                self.num_aborts += 1
+                self.num_no_room += 1
                 tiers.manager.note("no room", Tier.DEVICE.value, wanted[0].node_id)
                 ticket.refuse("no device pages can be had")
             return

@@ -47,6 +47,7 @@ class WriteThrough:
         self._carriages: dict[int, Carriage] = {}
         self.num_commits = 0
         self.num_aborts = 0
+        self.num_no_room = 0
         self.num_dropped = 0
 
     # -- the queue -------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class WriteThrough:
             tiers.tree.unpin_path(anchor, Tier.HOST)
             if has_room:
                 return _Plan.WAITS
-            self.num_aborts += 1
+            self.num_no_room += 1
             tiers.manager.note("no room", Tier.HOST.value, node.node_id)
             return _Plan.DROPPED
         carriage = Carriage(Tier.HOST, [node], anchor)

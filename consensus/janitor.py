@@ -16,8 +16,9 @@ import collections
 import contextlib
 import ctypes
 import threading
+import time
 import weakref
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from typing import Protocol, TypeVar
 
 from consensus.errors import ResourceError, StoreSilent
@@ -93,11 +94,14 @@ def bounded(call: Callable[[], T], timeout_s: float, silent: str) -> T:
         raise ResourceError(f"{MAX_ABANDONED} earlier calls still hang; {silent}")
     values: list[T] = []
     errors: list[Exception] = []
+    abandoned = threading.Event()
 
     def run() -> None:
         try:
             with inside():
                 values.append(call())
+                if abandoned.is_set():
+                    values.clear()  # what nobody takes is destroyed here, and not at exit
         except Exception as error:  # noqa: BLE001  raised again on the caller's thread
             errors.append(error)
         finally:
@@ -108,7 +112,8 @@ def bounded(call: Callable[[], T], timeout_s: float, silent: str) -> T:
     thread.join(timeout_s)
     if errors:
         raise errors[0]
-    if not values:
+    if thread.is_alive() or not values:
+        abandoned.set()
         raise StoreSilent(silent)
     return values[0]
 
@@ -121,9 +126,13 @@ class _Charge:
 
     __slots__ = ("collectives", "process_group")
 
-    def __init__(self, process_group: object, collectives: Collection[Completing]) -> None:
+    def __init__(self, process_group: object, collectives: collections.deque[Completing]) -> None:
         self.process_group: object = process_group
         self.collectives = collectives
+
+    @property
+    def has_ended(self) -> bool:
+        return all(collective.is_completed() for collective in self.collectives)
 
     def leak(self) -> None:
         """See to it that the process group is never destroyed."""
@@ -176,26 +185,27 @@ class _Janitor:
         while True:
             with self._change:
                 self._change.wait_for(lambda: bool(self._closed))
-                charge = self._next_ended()
-                if charge is None:
-                    self._change.wait(SWEEP_S)
-                    continue
             try:
                 with inside():
-                    charge.process_group = None  # the last reference
+                    is_released = self._sweep()
             except StoreSilent:
-                charge.leak()
-                return
-            with self._change:
-                self._num_unreleased -= 1
-                self._change.notify_all()
+                return  # the interpreter is ending
+            if not is_released:
+                time.sleep(SWEEP_S)
 
-    def _next_ended(self) -> _Charge | None:
-        for charge in self._closed:
-            if all(collective.is_completed() for collective in charge.collectives):
-                self._closed.remove(charge)
-                return charge
-        return None
+    def _sweep(self) -> bool:
+        """Release one group whose collectives have ended; whether there was one."""
+        with self._change:
+            charge = next((charge for charge in self._closed if charge.has_ended), None)
+            if charge is None:
+                return False
+            self._closed.remove(charge)
+        charge.process_group = None  # the last reference
+        charge.collectives.clear()
+        with self._change:
+            self._num_unreleased -= 1
+            self._change.notify_all()
+        return True
 
     def _leak(self) -> None:
         # The end of the interpreter would destroy what is left, and wait for peers. So it never
@@ -209,13 +219,12 @@ _janitor = _Janitor()
 
 
 def entrust(
-    owner: object, process_group: object, collectives: Collection[Completing]
+    owner: object, process_group: object, collectives: collections.deque[Completing]
 ) -> Callable[[], object]:
     """Give away a process group of ``owner``; returns what releases it, once, without blocking.
 
-    ``collectives`` is the owner's own collection of those that may still run; nothing may be added
-    to it after the release, and the owner must keep no reference to the process group then. It is
-    also released when ``owner`` is dropped.
+    ``collectives`` is the owner's own queue of those that may still run; it leaves it alone after
+    the release, and keeps no reference to the process group then. Dropping ``owner`` releases too.
     """
     charge = _Charge(process_group, collectives)
     finalizer = weakref.finalize(owner, _janitor.release, _janitor.entrust(charge))

@@ -299,12 +299,13 @@ class TransactionManager:
         buildable = not intent.withdrawn and all(parent.is_committed for parent in intent.parents)
         if buildable and votes >= intent.minimum:
             intent.agreed = votes
-            self.journal.note("commit", intent.serial, votes)
+            self.journal.note("commit", intent.kind, intent.serial, votes)
             intent.advance(Event.COMMIT)
             intent.participant.commit(intent)
             outcomes.append(Outcome(OutcomeKind.COMMIT, intent))
         else:
-            self.journal.note("abort", intent.serial)
+            intent.cause = _why_not(intent)
+            self.journal.note("abort", intent.kind, intent.serial, intent.cause)
             intent.advance(Event.ABORT)
             intent.participant.abort(intent)
             outcomes.append(Outcome(OutcomeKind.ABORT, intent))
@@ -392,6 +393,15 @@ class TransactionManager:
         for intent in self._open.values():
             if not intent.is_open:
                 raise InternalError(f"{intent!r} is over but still holds its slot")
+
+
+def _why_not(intent: Intent) -> str:
+    """The agreed cause of an ABORT."""
+    if intent.withdrawn:
+        return "withdrawn"
+    if not all(parent.is_committed for parent in intent.parents):
+        return "parent"
+    return "refused"
 
 
 def _holds(parent: Intent) -> bool:

@@ -29,12 +29,13 @@ class Intent:
     ``need`` names pages per pool in canonical (sorted) order. ``minimum`` is the least number of
     pages of an *elastic* intent that is still a COMMIT; an intent over several pools is all or
     nothing. ``parents`` are intents whose ABORT is this one's too. ``agreed`` is the number of
-    pages of the verdict, ``result`` the number that the copy delivered on every rank.
+    pages of the verdict, ``cause`` says why it was an ABORT, ``result`` is the number that the copy delivered on every rank.
     """
 
     __slots__ = (
         "agreed",
         "aliases",
+        "cause",
         "ends_on_commit",
         "epoch",
         "key",
@@ -90,6 +91,7 @@ class Intent:
         self.state = State.PROPOSED
         self.reservation = Reservation({})
         self.vote = 0
+        self.cause = ""
         self.agreed = 0
         self.result = 0
         self.withdrawn = False

@@ -66,7 +66,7 @@ def replay(
     host_pages: Annotated[
         str, typer.Option(metavar="N[,N..]", help="Host pages, likewise; 0: no host tier.")
     ] = "8192",
-    page_size: Annotated[int, typer.Option(help="Tokens of a page; divides 512.")] = 64,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page; divides 512.")] = 512,
     lanes: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 4,
     lag: Annotated[
         int | None,
@@ -80,7 +80,7 @@ def replay(
     ] = None,
     kv_shape: Annotated[
         str, typer.Option(metavar="LxHxD", help="Layers, heads, head dimension of the pages.")
-    ] = "2x2x8",
+    ] = "1x1x1",
     journal: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write each rank's journal there.")
     ] = None,

@@ -127,7 +127,8 @@ class GlooCrew:
             for rank in range(NUM_RANKS):
                 with contextlib.suppress(KvpactError):
                     self._ranks.send(rank, "end")
-            self._ranks.join()
+            report = self._ranks.join()
+        assert [rank.exit_code for rank in report.ranks] == [0] * NUM_RANKS, report
 
     def run(self, scenario: Callable[[Any], Any], ranks: Sequence[int] = ()) -> list[Any]:
         members = list(ranks) or list(range(NUM_RANKS))
@@ -445,7 +446,7 @@ def test_stopped_and_killed_ranks() -> None:
 
 
 def leave_untidily(context: RankContext, args: Any) -> None:
-    """Return with a collective in flight in an open or a closed group, and a store call that hangs."""
+    """Return with a collective in flight, in an open or a closed group, and a hanging store call."""
     bench = GlooBench(context, "untidy", 0)
     groups = [bench.form([0, 1], name=str(number)) for number in range(2)]
     groups[bench.rank].min(_vector(bench.rank, 0))
@@ -473,8 +474,8 @@ def test_the_end_of_a_process_waits_for_no_peer_and_is_no_crash() -> None:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Any, int]]:
-    yield serve_tcp_store()
+def served() -> tuple[Any, int]:
+    return serve_tcp_store()
 
 
 @pytest.fixture

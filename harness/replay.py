@@ -1,0 +1,111 @@
+"""``kvpact replay``: a trace through the caches of all ranks, every promise checked on the way."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from consensus.errors import BadInput, KvpactError
+from harness.checkers import Snapshot, compare
+from harness.files import write_bytes
+from harness.launch import Launch
+from harness.replay_config import ReplayConfig
+from harness.replay_rank import RankSummary, replay_sim
+from harness.replay_report import ReplayReport, print_report, summarise
+from harness.traces import BLOCK_TOKENS, TraceRequest, read_trace
+
+__all__ = ["replay"]
+
+_TARGET = "harness.replay_rank:run_rank"
+#: A replay that makes no progress for so long is ended.
+_SILENCE_S = 120.0
+
+
+def replay(config: ReplayConfig) -> int:
+    """Run it, print the table, write the JSON; 0: every promise held, 1: one did not."""
+    requests = read_trace(config.trace, limit=config.limit)
+    _require_room(config, requests)
+    started = time.monotonic()
+    if config.ranks == "sim":
+        summaries, snapshots, failures = replay_sim(config, requests)
+    else:
+        summaries, snapshots, failures = _replay_gloo(config, requests)
+    failures += compare(snapshots)
+    report = summarise(config, summaries, failures, time.monotonic() - started)
+    print_report(report, Console(highlight=False))
+    if config.json_out is not None:
+        write_bytes(config.json_out, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    return int(report.verdict != "agree")
+
+
+def _require_room(config: ReplayConfig, requests: list[TraceRequest]) -> None:
+    """Every request must fit into the smallest device pool, or it could never run."""
+    capacity = min(config.device_pages)
+    for request in requests:
+        num_pages = len(request.hash_ids) * BLOCK_TOKENS // config.page_size
+        if num_pages > capacity:
+            raise BadInput(
+                f"--device-pages: request {request.index} of {config.trace} needs {num_pages}"
+                f" pages of {config.page_size} tokens, the smallest device pool has {capacity}"
+            )
+
+
+def _replay_gloo(
+    config: ReplayConfig, requests: list[TraceRequest]
+) -> tuple[list[RankSummary], list[Snapshot], list[str]]:
+    packed = msgspec.msgpack.encode(config)
+    snapshots: list[Snapshot] = []
+    failures: list[str] = []
+    with (
+        _progress() as progress,
+        Launch(_TARGET, config.num_ranks, [packed] * config.num_ranks, deadline_s=1e6) as launch,
+    ):
+        bar = progress.add_task("requests", total=len(requests))
+        open_ranks = list(range(config.num_ranks))
+        summaries: dict[int, RankSummary] = {}
+        while open_ranks:
+            for rank in list(open_ranks):
+                try:
+                    message: dict[str, Any] = launch.receive(rank, _SILENCE_S)
+                except KvpactError as error:
+                    failures.append(f"rank {rank}: {error}")
+                    open_ranks.remove(rank)
+                    continue
+                snapshots += msgspec.convert(message["snapshots"], list[Snapshot])
+                if rank == 0:
+                    progress.update(bar, completed=message["requests"])
+                if message["summary"] is not None:
+                    summaries[rank] = msgspec.convert(message["summary"], RankSummary)
+                    open_ranks.remove(rank)
+            failures += _settle(snapshots, config.num_ranks)
+        launch.join()
+    return [summaries[rank] for rank in sorted(summaries)], snapshots, failures
+
+
+def _settle(snapshots: list[Snapshot], num_ranks: int) -> list[str]:
+    """Compare the steps that all ranks have reported and drop them: memory stays bounded."""
+    steps = np.array([snap.step for snap in snapshots], dtype=np.int64)
+    values, counts = np.unique(steps, return_counts=True)
+    whole = set(values[counts == num_ranks].tolist())
+    found = compare(snap for snap in snapshots if snap.step in whole)
+    snapshots[:] = [snap for snap in snapshots if snap.step not in whole]
+    return found
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+

@@ -1,0 +1,239 @@
+"""One rank of a replay: in a process of its own over gloo, or simulated beside the others."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from cache.config import CacheConfig
+from cache.hierarchical_cache import StepResult, config_facts, schema_of
+from cache.node import Tier
+from cache.page_pool import PagePool
+from cache.tensors import KVShape
+from cache.transfer import CpuMover, DeferredMover
+from consensus.journal import Journal
+from consensus.membership import Membership
+from consensus.participant import OutcomeKind
+from consensus.store import MemoryStore
+from harness.checkers import Snapshot, snapshot
+from harness.child import RankContext
+from harness.engine import Engine, Totals
+from harness.rank import Rank
+from harness.replay_config import ReplayConfig
+from harness.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
+from harness.traces import TraceRequest, read_trace
+
+__all__ = ["RankSummary", "Recorder", "cache_config", "journal_path", "replay_sim", "run_rank"]
+
+#: A full walk of the tree, and of all pages, every so many steps; a fingerprint after each.
+WALK_EVERY_STEPS = 256
+_SEND_EVERY_STEPS = 64
+_LEAVE_S = 30.0
+
+
+class RankSummary(msgspec.Struct):
+    """What one rank did and saw. Times in seconds."""
+
+    rank: int
+    totals: Totals
+    steps: int
+    collectives: int
+    waited_s: float
+    step_s: list[float]
+    commits: dict[str, int]
+    aborts: dict[str, int]
+    metrics: dict[str, int]
+
+
+class Recorder:
+    """Takes down one rank's steps; ``take`` hands over the snapshots since the last time."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._snapshots: list[Snapshot] = []
+        self._step_s: list[float] = []
+        self._commits: Counter[str] = Counter()
+        self._aborts: Counter[str] = Counter()
+        self._entered = time.perf_counter()
+
+    def enter(self) -> None:
+        """A step begins."""
+        self._entered = time.perf_counter()
+
+    def after_step(self, result: StepResult) -> None:
+        """A step is over: time it, count its verdicts, look at the agreed state."""
+        self._step_s.append(time.perf_counter() - self._entered)
+        for outcome in result.outcomes:
+            kind = outcome.intent.kind
+            if outcome.kind is OutcomeKind.COMMIT:
+                self._commits[kind] += 1
+            elif outcome.kind is OutcomeKind.ABORT:
+                self._aborts[f"{kind}: {outcome.intent.cause}"] += 1
+        cache = self._rank.cache
+        walks = cache.manager.step % WALK_EVERY_STEPS == 0
+        self._snapshots.append(snapshot(cache, walk=walks))
+
+    def take(self) -> list[Snapshot]:
+        """The snapshots that nobody has taken yet."""
+        taken, self._snapshots = self._snapshots, []
+        return taken
+
+    @property
+    def num_untaken(self) -> int:
+        """How many snapshots wait."""
+        return len(self._snapshots)
+
+    def summary(self, totals: Totals) -> RankSummary:
+        """The end: one last full check, then what the rank did."""
+        cache = self._rank.cache
+        cache.check_integrity()
+        metrics = cache.metrics()
+        no_room = metrics["backups_no_room"] + metrics["loads_no_room"]
+        return RankSummary(
+            rank=cache.rank,
+            totals=totals,
+            steps=cache.manager.step,
+            collectives=cache.stepper.num_collectives,
+            waited_s=cache.stepper.waited_s,
+            step_s=self._step_s,
+            commits=dict(self._commits),
+            aborts=dict(self._aborts) | ({"no room": no_room} if no_room else {}),
+            metrics=metrics,
+        )
+
+
+def cache_config(config: ReplayConfig, rank: int) -> CacheConfig:
+    """The cache's configuration of one rank."""
+    layers, heads, dim = config.kv_shape
+    return CacheConfig(
+        page_size=config.page_size,
+        device_pages=config.device_pages[rank],
+        host_pages=config.host_pages[rank],
+        kv_shape=KVShape(layers, heads, dim),
+        lag=config.lag,
+        integrity_every_steps=WALK_EVERY_STEPS,
+    )
+
+
+def journal_path(config: ReplayConfig, rank: int) -> Path | None:
+    """Where the journal of ``rank`` is written."""
+    return None if config.journal is None else Path(config.journal) / f"rank{rank}.jsonl"
+
+
+def _pools(config: ReplayConfig, rank: int) -> dict[Tier, PagePool]:
+    return {
+        Tier.DEVICE: PagePool("device", config.device_pages[rank]),
+        Tier.HOST: PagePool("host", config.host_pages[rank]),
+    }
+
+
+def run_rank(context: RankContext, packed: bytes) -> None:
+    """One rank over gloo: streams its snapshots to the launcher, the summary last."""
+    config = msgspec.msgpack.decode(packed, type=ReplayConfig)
+    cached = cache_config(config, context.rank)
+    membership = Membership.join(
+        context.store_host,
+        context.store_port,
+        name="replay",
+        rank=context.rank,
+        ranks=range(config.num_ranks),
+        width=schema_of(cached).width,
+        facts=config_facts(cached),
+        usable={"device": cached.device_pages, "host": cached.host_pages},
+        deadline_s=cached.deadline_s,
+    )
+    rank = Rank(
+        cached,
+        group=membership.group,
+        store=membership.store,
+        pools=_pools(config, context.rank),
+        usable=membership.usable,
+        make_mover=lambda device, host, plan: CpuMover(device, host, plan_part=plan),
+        locator=membership.locator,
+        journal=Journal(context.rank, path=journal_path(config, context.rank)),
+        beacon=membership.watch,
+    )
+    recorder = Recorder(rank)
+
+    def say(summary: RankSummary | None) -> None:
+        context.send(
+            {
+                "snapshots": msgspec.to_builtins(recorder.take()),
+                "requests": engine.totals.requests,
+                "summary": msgspec.to_builtins(summary),
+            }
+        )
+
+    def after_step(result: StepResult) -> None:
+        recorder.after_step(result)
+        if recorder.num_untaken >= _SEND_EVERY_STEPS:
+            say(None)
+
+    engine = Engine(
+        rank,
+        read_trace(config.trace, limit=config.limit),
+        lanes=config.lanes,
+        settle_copies=recorder.enter,
+        after_step=after_step,
+    )
+    try:
+        for _ in engine.program():
+            rank.cache.stepper.pause()
+        say(recorder.summary(engine.totals))
+        _leave_together(membership, context)
+    finally:
+        rank.cache.close()
+        membership.close()
+
+
+def _leave_together(membership: Membership, context: RankContext) -> None:
+    """Nobody leaves before all have ended: a connection that closes early breaks a late step."""
+    membership.store.set(f"ended/{context.rank}", b"1")
+    end_s = time.monotonic() + _LEAVE_S
+    while time.monotonic() < end_s:
+        if all(membership.store.get(f"ended/{rank}") for rank in range(context.num_ranks)):
+            return
+        time.sleep(0.02)
+
+
+def replay_sim(
+    config: ReplayConfig, requests: list[TraceRequest]
+) -> tuple[list[RankSummary], list[Snapshot], list[str]]:
+    """All ranks in this process under the virtual clock; deterministic."""
+    net = SimNet(config.num_ranks, schema_of(cache_config(config, 0)).width, SimClock())
+    store = MemoryStore()
+    ranks = [_sim_rank(config, rank, net, store) for rank in range(config.num_ranks)]
+    recorders = [Recorder(rank) for rank in ranks]
+    engines = [
+        Engine(
+            rank,
+            requests,
+            lanes=config.lanes,
+            settle_copies=recorder.enter,
+            after_step=recorder.after_step,
+        )
+        for rank, recorder in zip(ranks, recorders, strict=True)
+    ]
+    run_programs([engine.program() for engine in engines], net, config.seed)
+    summaries = [r.summary(e.totals) for r, e in zip(recorders, engines, strict=True)]
+    snapshots = [snap for recorder in recorders for snap in recorder.take()]
+    for rank in ranks:
+        rank.cache.close()
+    return summaries, snapshots, []
+
+
+def _sim_rank(config: ReplayConfig, rank: int, net: SimNet, store: MemoryStore) -> Rank:
+    return Rank(
+        cache_config(config, rank),
+        group=SimGroup(net, rank),
+        store=store,
+        pools=_pools(config, rank),
+        usable={"device": min(config.device_pages), "host": min(config.host_pages)},
+        make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
+        locator=net,
+        journal=Journal(rank, path=journal_path(config, rank)),
+        beacon=SimBeacon(net, rank),
+    )
