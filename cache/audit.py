@@ -29,7 +29,7 @@ def _check_pages(cache: HierarchicalCache, tier: Tier) -> None:
     owned = _in_tree(cache, tier)
     if tier is Tier.DEVICE:
         owned += cache.insertion.held_pages() + cache.load_back.held_pages()
-        owned += cache.engine_pages.held_pages()
+        owned += cache.engine_pages.held_pages() + cache.carryover.orphaned_pages
         owned += [page for request in cache.requests for page in request.private]
     else:
         owned += cache.write_through.held_pages()

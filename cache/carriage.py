@@ -25,13 +25,13 @@ class Carriage:
 
     __slots__ = (
         "anchor",
+        "copy_tickets",
         "fill",
         "good",
         "intent",
         "nodes",
         "num_copies",
         "on_refused",
-        "copy_tickets",
         "pages",
         "tier",
     )
@@ -46,7 +46,7 @@ class Carriage:
         self.good: list[tuple[int, bool]] = []
         self.intent: Intent | None = None
         self.fill: Callable[[list[Node], list[int]], None] | None = None
-        self.on_refused: Callable[[], None] | None = None
+        self.on_refused: list[Callable[[], None]] = []
 
     @property
     def num_pages(self) -> int:

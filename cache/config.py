@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from cache.tensors import KVShape
@@ -16,6 +18,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``device_pages`` and ``host_pages`` are this rank's own and may differ between ranks (0 host
     pages: no host tier); everything else must be equal on all ranks.
 
+    ``policy`` says what follows a divergence (:class:`consensus.report.Policy`).
     ``headroom_pages`` are kept reserved and voted for :meth:`HierarchicalCache.allocate`.
     ``evicts_whole_nodes``: an eviction takes whole nodes instead of trimming the last one.
     ``load_back_minimum_pages``: shorter load-backs are not worth it, their tokens are recomputed.
@@ -34,8 +37,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_back_minimum_pages: int = 1
     verifies_copies: bool = True
     copy_timeout_s: float = 30.0
+    warn_s: float = 10.0
     deadline_s: float = 30.0
     grace_s: float = 0.5
+    policy: Literal["raise", "reset", "detach", "observe"] = "raise"
+    max_resets: int = 3
+    reset_window_s: float = 600.0
     write_queue_nodes_max: int = 1 << 16
     waiting_tickets_max: int = 4096
     integrity_every_steps: int = 0
@@ -51,7 +58,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._require("write_queue_nodes_max", self.write_queue_nodes_max, 1)
         self._require("waiting_tickets_max", self.waiting_tickets_max, 1)
         self._require("integrity_every_steps", self.integrity_every_steps, 0)
-        for name in ("copy_timeout_s", "deadline_s", "grace_s"):
+        self._require("max_resets", self.max_resets, 0)
+        for name in ("copy_timeout_s", "warn_s", "deadline_s", "grace_s", "reset_window_s"):
             if not getattr(self, name) > 0:
                 raise Misuse(f"{name} must be positive, got {getattr(self, name)}")
 

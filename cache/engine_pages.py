@@ -76,7 +76,7 @@ class EnginePages:
             self._tiers.free(Tier.DEVICE, pages)
 
     def plan(self) -> None:
-        """Open what found no slot before, then top the headroom up."""
+        """Open what found no slot before, then bring the headroom to its size."""
         waiting, self._waiting = self._waiting, []
         for ticket, num_pages in waiting:
             if ticket.state is TicketState.PENDING:
@@ -84,6 +84,8 @@ class EnginePages:
         missing = self._target - len(self._stock)
         if self._top_up is None and missing > 0:
             self._open_top_up(missing)
+        elif missing < 0:
+            self._give_back(-missing)
 
     @property
     def num_waiting(self) -> int:
@@ -115,6 +117,13 @@ class EnginePages:
             self._top_up = self._tiers.manager.open(
                 self.kind, self._next_key(), {_POOL: missing}, self, minimum=1, ends_on_commit=True
             )
+
+    def _give_back(self, num_pages: int) -> None:
+        """The engine expects to need less than what is kept for it."""
+        kept = len(self._stock) - num_pages
+        surplus, self._stock = self._stock[kept:], self._stock[:kept]
+        self._tiers.manager.note("give back", num_pages)
+        self._tiers.free(Tier.DEVICE, surplus)
 
     def _next_key(self) -> int:
         self._num_asked += 1
@@ -169,6 +178,18 @@ class EnginePages:
         self._tiers.pools[Tier.DEVICE].free(self._reserved.pop(intent.serial, []))
         if self._top_up is intent:
             self._top_up = None
+
+    def clear(self, *, keeps_stock: bool) -> None:
+        """The epoch is over: who waits need not wait; the headroom may be carried over."""
+        for ticket in [*self._tickets.values(), *(ticket for ticket, _ in self._waiting)]:
+            ticket.num_pages = 0
+            ticket.refuse("the epoch was closed")
+        self._tickets.clear()
+        self._waiting.clear()
+        self._reserved.clear()
+        self._top_up = None
+        if not keeps_stock:
+            self._stock.clear()
 
     def held_pages(self) -> list[int]:
         """Device pages of this rank in the headroom and in open intents."""

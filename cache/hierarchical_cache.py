@@ -13,11 +13,16 @@ evict), which every rank makes in the same order between two steps, or reads agr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import takewhile
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
 from cache.audit import audit
+from cache.carryover import Carryover
 from cache.config import CacheConfig
 from cache.copy_desk import CopyDesk
 from cache.engine_pages import EnginePages
@@ -29,6 +34,7 @@ from cache.node import Node, Residency, Tier, Tokens
 from cache.page_pool import PagePool
 from cache.radix_tree import RadixTree
 from cache.requests import Request, RequestReport, RequestTable
+from cache.tensors import KVTensors
 from cache.ticket import Ticket
 from cache.tiers import Tiers
 from cache.withdrawal import Withdrawal
@@ -40,6 +46,7 @@ from consensus.group import Group
 from consensus.journal import Journal
 from consensus.manager import TransactionManager
 from consensus.participant import Outcome
+from consensus.report import Policy
 from consensus.step import Beacon, StepLimits, Stepper
 from consensus.store import Store
 
@@ -79,10 +86,17 @@ class InsertResult(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step settled, and the requests whose loaded bytes turned out void."""
+    """What a step settled.
+
+    ``must_recompute``: requests whose loaded bytes turned out void. ``was_reset``: the step ended
+    an epoch and began another (policy reset or detach); ``lost`` are the live requests that were
+    not the same on all ranks: the engine aborts them, the others go on with the pages they hold.
+    """
 
     outcomes: list[Outcome]
     must_recompute: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+    was_reset: bool = False
 
 
 def schema_of(config: CacheConfig) -> Schema:
@@ -104,8 +118,10 @@ class HierarchicalCache:
     """One rank's part of the replica's cache.
 
     ``pools`` and ``mover`` are this rank's pages and copies. ``usable`` are the pages per pool that
-    all ranks agreed on at start (:class:`consensus.membership.Membership`). Not thread-safe: the
-    scheduler's thread makes every call.
+    all ranks agreed on at start (:class:`consensus.membership.Membership`). ``on_close`` comes
+    first in :meth:`close`. Not thread-safe: the scheduler's thread makes every call.
+
+    :func:`cache.assembly.join_cache` builds all of this for an ordinary rank.
     """
 
     def __init__(
@@ -120,8 +136,11 @@ class HierarchicalCache:
         journal: Journal,
         locator: Locator,
         beacon: Beacon | None = None,
+        regroup: Callable[[int], Group] | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
+        self._on_close = on_close
         self.rank = group.rank
         self.journal = journal
         self.tree = RadixTree(config.page_size, LeastRecentlyUsed(), journal.note)
@@ -131,24 +150,24 @@ class HierarchicalCache:
             lag=config.lag,
             copy_timeout_s=config.copy_timeout_s,
             journal=journal,
-            usable={tier.value: _usable(pool) for tier, pool in pools.items()},
+            usable={tier.value: partial(self._usable, tier) for tier in pools},
         )
         desk = CopyDesk(mover, pools, verifies=config.verifies_copies)
         whole = config.evicts_whole_nodes
         self.tiers = Tiers(self.tree, pools, self.manager, desk, trims=not whole)
         self.requests = RequestTable(self.tree)
-        self._withdrawal = Withdrawal(self.tiers, self.requests)
+        self.withdrawal = Withdrawal(self.tiers, self.requests)
         self.insertion = Insertion(self.tiers)
         self.write_through = WriteThrough(
             self.tiers,
             self.insertion,
-            self._withdrawal,
+            self.withdrawal,
             queue_nodes_max=config.write_queue_nodes_max,
         )
         self.load_back = LoadBack(
             self.tiers,
             self.requests,
-            self._withdrawal,
+            self.withdrawal,
             minimum_pages=config.load_back_minimum_pages,
             waiting_max=config.waiting_tickets_max,
         )
@@ -157,16 +176,23 @@ class HierarchicalCache:
             headroom_pages=config.headroom_pages,
             waiting_max=config.waiting_tickets_max,
         )
+        self.carryover = Carryover(self)
+        self._num_resets = self._num_ordered = 0
         self.manager.begin_epoch(0, usable)
         self.stepper = Stepper(
             self.manager,
             group,
             store,
-            limits=StepLimits(deadline_s=config.deadline_s, grace_s=config.grace_s),
+            limits=StepLimits(
+                warn_s=config.warn_s, deadline_s=config.deadline_s, grace_s=config.grace_s
+            ),
             prepare=self._prepare,
             settled=self._settled,
             live=lambda: self.requests.digest,
             locator=locator,
+            carrier=self.carryover,
+            policy=Policy(config.policy, config.max_resets, config.reset_window_s),
+            regroup=regroup,
             beacon=beacon,
         )
 
@@ -194,8 +220,13 @@ class HierarchicalCache:
         every = self.config.integrity_every_steps
         if every and self.manager.step % every == 0:
             self.check_integrity()
-        void, self._withdrawal.must_recompute = self._withdrawal.must_recompute, []
-        return StepResult(outcomes, tuple(void))
+        void, self.withdrawal.must_recompute = self.withdrawal.must_recompute, []
+        lost, self.carryover.lost = self.carryover.lost, ()
+        resets, self._num_resets = self._num_resets, self.stepper.succession.num_resets
+        return StepResult(outcomes, tuple(void), lost, was_reset=resets != self._num_resets)
+
+    def _usable(self, tier: Tier) -> int:
+        return self.carryover.usable_of(tier)
 
     def _prepare(self) -> None:
         """Before the ballot: hear of endings, plan everything, then reserve, then start copies."""
@@ -263,6 +294,15 @@ class HierarchicalCache:
         """Device pages for ``request`` at once, out of the voted headroom; ``None``: too many."""
         return self.engine_pages.allocate(self.requests.open(request), num_pages)
 
+    def pages(self, request: str) -> list[int]:
+        """This rank's device pages of ``request``, in the order of its prompt.
+
+        First the path that it pins, loaded pages included, then those that it owns itself.
+        """
+        live = self.requests.require(request)
+        held = [] if live.held is None else live.held.path()
+        return [page for node in held for page in node.device.pages] + live.private
+
     def expect_pages(self, num_pages: int) -> None:
         """Keep a headroom of so many pages: what the engine may need within lag + 1 steps."""
         self.journal.note("expect_pages", num_pages)
@@ -297,7 +337,7 @@ class HierarchicalCache:
         live = self.requests.require(request)
         num_pages = len(tokens) // self.config.page_size
         held = live.held_pages
-        if live.must_recompute:
+        if live.must_recompute or live.orphans:
             return InsertResult([], 0, 0)
         if num_pages > held + len(live.private):
             raise Misuse(
@@ -399,6 +439,7 @@ class HierarchicalCache:
     def abort(self, request: str) -> None:
         """End the request in whatever state it is: tickets, pins and pages all come back."""
         self.journal.note("abort_request", request)
+        self.carryover.release_lost(request)
         live = self.requests.get(request)
         if live is not None:
             self._release(live)
@@ -407,6 +448,7 @@ class HierarchicalCache:
         self.load_back.cancel(live)
         self.engine_pages.cancel(live)
         self.engine_pages.free(live, len(live.private))
+        self.carryover.release(live)
         self.requests.close(live)
 
     # -- admin -----------------------------------------------------------------------------------
@@ -415,6 +457,26 @@ class HierarchicalCache:
         """Evict at least ``num_pages`` where as many may go; how many went."""
         self.journal.note("evict_call", tier.value, num_pages)
         return self.tiers.evict(tier, num_pages)
+
+    def reset(self) -> None:
+        """An agreed call: every rank drops to an empty cache in a new epoch, between two steps.
+
+        What live requests hold stays out of use until they end; their later inserts do nothing.
+        """
+        ledger = self.manager.ledger
+        usable = {tier.value: ledger.usable(tier.value) for tier in Tier}
+        self.carryover.drop(None)
+        usable[Tier.DEVICE.value] -= len(self.carryover.orphaned_pages)
+        self.stepper.renew(usable)
+        self._num_ordered += 1
+
+    def paused(self, reason: str) -> AbstractContextManager[None]:
+        """While it lasts the others wait beyond their deadline, and no copy times out."""
+        return self.stepper.paused(reason)
+
+    def leave(self) -> None:
+        """Go on stepping until ``PeerLeft`` is raised: then all ranks have heard of it."""
+        self.stepper.leave()
 
     def has_pending(self) -> bool:
         """Something waits for a step: an idle engine keeps stepping. Agreed."""
@@ -444,10 +506,7 @@ class HierarchicalCache:
         write, load = self.write_through, self.load_back
         return {
             "commits": write.num_commits + load.num_commits,
-            "aborts": write.num_aborts
-            + write.num_no_room
-            + load.num_aborts
-            + load.num_no_room,
+            "aborts": write.num_aborts + write.num_no_room + load.num_aborts + load.num_no_room,
             "backups": write.num_commits,
             "backups_aborted": write.num_aborts,
             "backups_no_room": write.num_no_room,
@@ -459,6 +518,9 @@ class HierarchicalCache:
             "writes_submitted": submitted[Direction.TO_HOST],
             "loads_submitted": submitted[Direction.TO_DEVICE],
             "collectives": self.stepper.num_collectives,
+            "divergences": self.stepper.succession.endings["Divergence"],
+            "stalls": self.stepper.succession.endings["RankStalled"],
+            "resets": self.stepper.succession.num_resets + self._num_ordered,
             "copies_wrong": self.tiers.desk.num_wrong,
             "evicted_device": self.tiers.num_evicted[Tier.DEVICE],
             "evicted_host": self.tiers.num_evicted[Tier.HOST],
@@ -468,18 +530,35 @@ class HierarchicalCache:
         """Prove that every page has one owner and every count holds; raises ``InternalError``."""
         audit(self)
 
+    def tensors(self, tier: Tier) -> KVTensors:
+        """K and V of this rank's pages in ``tier``: what the engine's kernels read and write."""
+        mover = self.tiers.desk.mover
+        return mover.device if tier is Tier.DEVICE else mover.host
+
     def close(self) -> None:
-        """End copies, group and journal; bounded."""
-        self.tiers.desk.mover.close()
-        self.stepper.group.close()
-        self.journal.close()
+        """Leave the replica; end copies, group and journal. Bounded; may be called again."""
+        leave, self._on_close = self._on_close, None
+        try:
+            if leave is not None:
+                leave()
+        finally:
+            self.tiers.desk.mover.close()
+            self.stepper.group.close()
+            self.journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _served(self, path: list[Node]) -> list[Node]:
         return list(takewhile(_is_served, path))
-
-
-def _usable(pool: PagePool) -> Callable[[], int]:
-    return lambda: pool.usable
 
 
 def _is_served(node: Node) -> bool:

@@ -36,10 +36,12 @@ class Insertion:
         """Ask for device pages for what of ``path`` has none. False: refused at once, everywhere.
 
         ``fill(nodes, pages)`` is called once this rank holds the pages, before anything reads
-        them. ``on_refused`` is called when the verdict is no.
+        them. ``on_refused`` is called when the verdict is no; where other inserts bring all of the
+        path, when theirs is.
         """
         missing = [node for node in path if node.device.state is Residency.ABSENT]
         if not missing:
+            self._join(path, on_refused)
             return True
         tiers = self._tiers
         anchor: Node | None = None
@@ -56,13 +58,23 @@ class Insertion:
             self._refuse(path[-1].node_id)
             return False
         carriage = Carriage(Tier.DEVICE, missing, anchor)
-        carriage.intent, carriage.fill, carriage.on_refused = intent, fill, on_refused
+        carriage.intent, carriage.fill = intent, fill
+        carriage.on_refused.append(on_refused)
         self._carriages[intent.serial] = carriage
         carriage.attach()
         for node in missing:
             tiers.tree.place(node, Tier.DEVICE, Residency.RESERVED)
             node.built_on = open_loads(path)
         return True
+
+    def _join(self, path: list[Node], on_refused: Callable[[], None]) -> None:
+        """The last undecided insert on ``path`` builds on those above: its verdict is theirs."""
+        for node in reversed(path):
+            carriage = node.device.carriage
+            if node.device.state is Residency.RESERVED and carriage in self._carriages.values():
+                assert carriage is not None
+                carriage.on_refused.append(on_refused)
+                return
 
     def _open(self, path: list[Node], missing: list[Node]) -> Intent | None:
         parents: list[Intent] = []
@@ -139,9 +151,9 @@ class Insertion:
             self._tiers.tree.place(node, Tier.DEVICE, Residency.ABSENT)
         carriage.let_go()
         self._tiers.hollow(carriage.nodes)
-        self._refuse(carriage.nodes[-1].node_id)
-        if carriage.on_refused is not None:
-            carriage.on_refused()
+        for on_refused in carriage.on_refused:
+            self._refuse(carriage.nodes[-1].node_id)
+            on_refused()
 
     def ended(self, intent: Intent) -> None:
         """Unpin; where it was refused, the pages are free."""
@@ -153,6 +165,11 @@ class Insertion:
         if not intent.is_committed:
             self._tiers.pools[Tier.DEVICE].free(carriage.pages)
             self._tiers.hollow(nodes)
+
+    def clear(self, *, keeps_stock: bool) -> None:
+        """The epoch is over: nothing of it is open any more."""
+        self._carriages.clear()
+        self._unread.clear()
 
     def held_pages(self) -> list[int]:
         """Device pages of this rank that undecided or draining inserts own."""

@@ -298,6 +298,14 @@ class LoadBack:
             tiers.tree.unpin(node, Tier.HOST)
         tiers.pools[Tier.DEVICE].free(carriage.pages[good:])
 
+    def clear(self, *, keeps_stock: bool) -> None:
+        """The epoch is over: nothing of it is open, and who waits need not wait."""
+        for ticket in self._tickets:
+            ticket.refuse("the epoch was closed")
+        self._tickets.clear()
+        self._waiting.clear()
+        self._carriages.clear()
+
     def held_pages(self) -> list[int]:
         """Device pages of this rank that open loads own."""
         return [page for carriage in self._carriages.values() for page in carriage.pages]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from cache.carriage import Carriage
 
-__all__ = ["Node", "Presence", "Residency", "Tier", "Tokens"]
+__all__ = ["Node", "Presence", "Residency", "Standing", "Tier", "Tokens"]
 
 Tokens = NDArray[np.int32]
 
@@ -32,21 +32,32 @@ class Residency(enum.IntEnum):
     RESIDENT = 3
 
 
+class Standing(enum.IntEnum):
+    """What a node means to evictions from one tier."""
+
+    NOWHERE = 0  # nothing of it is there
+    FREE = 1  # it may go, after what is below it
+    STUCK = 2  # it, or something below it, is pinned or not resident yet
+
+
 class Presence:
     """A node in one tier.
 
     ``pages`` are page indices in this rank's pool, set while published. ``num_children`` counts
     children that are not ABSENT in this tier. ``carriage`` is the open intent that brings the node
-    into this tier; one that was aborted and only drains is not.
+    into this tier; one that was aborted and only drains is not. ``num_stuck`` counts children that
+    are STUCK.
     """
 
-    __slots__ = ("carriage", "num_children", "pages", "pins", "state")
+    __slots__ = ("carriage", "num_children", "num_stuck", "pages", "pins", "standing", "state")
 
     def __init__(self) -> None:
         self.state = Residency.ABSENT
         self.pages: list[int] = []
         self.pins = 0
         self.num_children = 0
+        self.num_stuck = 0
+        self.standing = Standing.NOWHERE
         self.carriage: Carriage | None = None
 
     @property

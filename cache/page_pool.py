@@ -16,7 +16,7 @@ Not thread-safe: only the thread that steps the cache calls a pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from consensus.errors import InternalError, Misuse
 
@@ -136,15 +136,18 @@ class PagePool:
                 self._num_limbo -= 1
                 free.append(page)
 
-    def reset(self) -> None:
-        """Take back everything that is out. Held pages go to limbo: their copies still run.
+    def reset(self, keep: Iterable[int] = ()) -> None:
+        """Take back everything that is out, but for the pages to ``keep``.
 
-        The free pages are in their first order again, lowest page first.
+        Held pages go to limbo: their copies still run. The free pages are in their first order
+        again, lowest page first.
         """
-        holds = self._holds
-        self._state = [_LIMBO if held else _FREE for held in holds]
-        self._free = [page for page in range(self.num_pages - 1, -1, -1) if not holds[page]]
-        self._num_limbo = self.num_pages - len(self._free)
+        self._state = [_LIMBO if held else _FREE for held in self._holds]
+        for page in keep:
+            self._state[page] = _OUT
+        state = self._state
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if state[page] == _FREE]
+        self._num_limbo = state.count(_LIMBO)
 
     def check_integrity(self) -> None:
         """Count everything anew; raises `InternalError` naming the first thing that is wrong."""

@@ -16,11 +16,13 @@ import numpy as np
 import xxhash
 
 from cache.eviction import EvictionOrder, EvictionPolicy
-from cache.node import Node, Presence, Residency, Tier, Tokens
+from cache.node import Node, Presence, Residency, Standing, Tier, Tokens
 from consensus.ballot import MASK62
 from consensus.errors import InternalError, Misuse
 
 __all__ = ["RadixTree"]
+
+_INT32 = np.dtype(np.int32)
 
 
 class RadixTree:
@@ -35,7 +37,7 @@ class RadixTree:
         self.page_size = page_size
         self.order = {tier: EvictionOrder(tier, policy) for tier in Tier}
         self.num_pinned = dict.fromkeys(Tier, 0)  # pages
-        self.num_evictable = dict.fromkeys(Tier, 0)  # pages that are RESIDENT and not pinned
+        self.num_evictable = dict.fromkeys(Tier, 0)  # pages that could all go, leaves first
         self._roots: dict[str, Node] = {}
         self._note = note
         self._ghosts: dict[int, Node] = {}  # deleted, but a copy or request still pins them
@@ -47,8 +49,12 @@ class RadixTree:
     def walk(self, tokens: Tokens, namespace: str = "") -> tuple[list[Node], int]:
         """The nodes that ``tokens`` runs through, and how many pages of the last one it shares.
 
-        Changes nothing. Only whole pages count. Nodes of every residency are walked.
+        Changes nothing. Only whole pages count. Nodes of every residency are walked. Raises
+        :class:`Misuse` for anything but a 1-D int32 array.
         """
+        if tokens.dtype != _INT32 or tokens.ndim != 1:
+            # Children are found by the bytes of a page: other types would never match.
+            raise Misuse(f"tokens must be a 1-D int32 array, got {tokens.dtype} {tokens.shape}")
         nodes: list[Node] = []
         shared = 0
         node = self._roots.get(namespace)
@@ -127,7 +133,10 @@ class RadixTree:
         for tier in Tier:
             if node.at(tier).state is not Residency.ABSENT:
                 raise InternalError(f"cannot delete {node!r}: it is still in {tier.value}")
-        del node.parent.children[self._page_key(node.tokens, 0)]
+        parent = node.parent
+        del parent.children[self._page_key(node.tokens, 0)]
+        if parent.is_root and not parent.children:
+            del self._roots[parent.namespace]
         node.is_alive = False
         if node.device.pins or node.host.pins:
             self._ghosts[node.node_id] = node
@@ -143,25 +152,41 @@ class RadixTree:
         Raises :class:`InternalError` where the number of pages is not that of the node.
         """
         presence = node.at(tier)
-        if state >= Residency.COPYING:
-            if pages is not None:
-                presence.pages = pages
-            if len(presence.pages) != node.num_pages:
-                raise InternalError(f"{node!r} gets {len(presence.pages)} pages in {tier.value}")
-        else:
-            presence.pages = []
+        if state < Residency.COPYING:
+            pages = []
+        elif pages is None:
+            pages = presence.pages
+        if state >= Residency.COPYING and len(pages) != node.num_pages:
+            raise InternalError(f"{node!r} gets {len(pages)} pages in {tier.value}")
+        presence.pages = pages
         before, presence.state = presence.state, state
-        if presence.pins == 0:
-            self._count_evictable(node, tier, before, state)
+        self._stand(node, tier)
         if (before is Residency.ABSENT) != (state is Residency.ABSENT) and node.parent is not None:
             node.parent.at(tier).num_children += 1 if before is Residency.ABSENT else -1
             self.order[tier].offer(node.parent)
         self.order[tier].offer(node)
 
-    def _count_evictable(self, node: Node, tier: Tier, before: Residency, after: Residency) -> None:
-        is_resident = after is Residency.RESIDENT
-        if is_resident != (before is Residency.RESIDENT):
-            self.num_evictable[tier] += node.num_pages if is_resident else -node.num_pages
+    def _stand(self, node: Node, tier: Tier) -> None:
+        """``node`` has changed: count anew what may go of it, and of its path where that changes.
+
+        So ``num_evictable`` never counts a page that something below it keeps in the tier.
+        """
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            presence = above.at(tier)
+            before, after = presence.standing, _standing(presence)
+            if before is after:
+                return
+            presence.standing = after
+            if before is Standing.FREE:
+                self.num_evictable[tier] -= above.num_pages
+            elif after is Standing.FREE:
+                self.num_evictable[tier] += above.num_pages
+            stuck = (after is Standing.STUCK) - (before is Standing.STUCK)
+            if stuck == 0:
+                return
+            above = above.parent
+            above.at(tier).num_stuck += stuck
 
     # -- pins ------------------------------------------------------------------------------------
 
@@ -170,8 +195,9 @@ class RadixTree:
         presence = node.at(tier)
         if presence.pins == 0:
             self.num_pinned[tier] += node.num_pages
-            self._count_evictable(node, tier, presence.state, Residency.ABSENT)
         presence.pins += 1
+        if presence.pins == 1:
+            self._stand(node, tier)
 
     def unpin(self, node: Node, tier: Tier) -> None:
         """Undo one :meth:`pin`. Raises :class:`InternalError` where there is none."""
@@ -181,7 +207,7 @@ class RadixTree:
         presence.pins -= 1
         if presence.pins == 0:
             self.num_pinned[tier] -= node.num_pages
-            self._count_evictable(node, tier, Residency.ABSENT, presence.state)
+            self._stand(node, tier)
             self.order[tier].offer(node)
             if not node.is_alive and not node.device.pins and not node.host.pins:
                 self._ghosts.pop(node.node_id, None)
@@ -209,6 +235,26 @@ class RadixTree:
                 yield node
             stack.extend(reversed(list(node.children.values())))
 
+    @property
+    def clock(self) -> int:
+        """The logical clock: grows with every match and insert."""
+        return self._clock
+
+    def clear(self) -> None:
+        """Forget everything; ids and clock begin anew. Agreed, like every change."""
+        self.forget_presence()
+        self._roots.clear()
+        self._clock = self._last_id = 0
+
+    def forget_presence(self) -> None:
+        """Nothing is anywhere, nothing is pinned; the caller places again what is."""
+        for tier in Tier:
+            self.num_pinned[tier] = self.num_evictable[tier] = 0
+            self.order[tier].clear()
+        self._ghosts.clear()
+        for root in self._roots.values():
+            root.device, root.host = Presence(), Presence()
+
     def check_integrity(self) -> None:
         """Raise :class:`InternalError` unless counts, closure and links all hold."""
         pinned = dict.fromkeys(Tier, 0)
@@ -228,7 +274,7 @@ class RadixTree:
                 presence = node.at(tier)
                 self._check_presence(node, presence, tier)
                 pinned[tier] += node.num_pages if presence.pins else 0
-                if presence.state is Residency.RESIDENT and not presence.pins:
+                if presence.standing is Standing.FREE:
                     evictable[tier] += node.num_pages
         if pinned != self.num_pinned or evictable != self.num_evictable:
             raise InternalError(
@@ -242,6 +288,12 @@ class RadixTree:
         if presence.num_children != children or len(presence.pages) != expected:
             raise InternalError(
                 f"{node!r} in {tier.value}: {len(presence.pages)} pages, {children} children"
+            )
+        stuck = sum(child.at(tier).standing is Standing.STUCK for child in node.children.values())
+        if presence.num_stuck != stuck or presence.standing is not _standing(presence):
+            raise InternalError(
+                f"{node!r} in {tier.value} counts as {presence.standing.name} with"
+                f" {presence.num_stuck} stuck children, found {stuck}"
             )
 
     # -- inside ----------------------------------------------------------------------------------
@@ -285,9 +337,19 @@ class RadixTree:
         return first // self.page_size
 
 
+def _standing(presence: Presence) -> Standing:
+    if presence.state is Residency.ABSENT:
+        return Standing.NOWHERE
+    if presence.state is not Residency.RESIDENT or presence.pins or presence.num_stuck:
+        return Standing.STUCK
+    return Standing.FREE
+
+
 def _split_presence(lower: Presence, upper: Presence, num_pages: int) -> None:
     upper.state = lower.state
     upper.pages, lower.pages = lower.pages[:num_pages], lower.pages[num_pages:]
     upper.pins = lower.pins
     upper.num_children = int(lower.state is not Residency.ABSENT)
+    upper.num_stuck = int(lower.standing is Standing.STUCK)
+    upper.standing = lower.standing
     upper.carriage = lower.carriage

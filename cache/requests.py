@@ -30,6 +30,7 @@ class Request:
     """One live request. ``held`` is the deepest node of the path it pins on the device.
 
     ``private`` are its own device pages, in the order of the prompt, that follow the held path.
+    ``orphans`` are device pages that it held when an earlier epoch ended.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Request:
         "host_hit_pages",
         "must_recompute",
         "name",
+        "orphans",
         "private",
         "prompt_pages",
         "why",
@@ -47,6 +49,7 @@ class Request:
         self.name = name
         self.held: Node | None = None
         self.private: list[int] = []
+        self.orphans: list[int] = []
         self.prompt_pages = 0
         self.device_hit_pages = 0
         self.host_hit_pages = 0
@@ -96,6 +99,10 @@ class RequestTable:
     def close(self, request: Request) -> None:
         """It is over: unpin its path and forget it. Its private pages must be gone."""
         self.hold(request, None)
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """It is not live any more; what it holds is somebody else's care."""
         del self._live[request.name]
         self.digest = (self.digest - _digest(request.name)) & MASK62
 

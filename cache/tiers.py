@@ -44,16 +44,21 @@ class Tiers:
 
     def room(self, tier: Tier) -> int:
         """Pages that could be had now, evicting what may go: agreed."""
-        return self.manager.room(tier.value) + self.tree.num_evictable[tier]
+        return max(0, self._balance(tier) + self.tree.num_evictable[tier])
 
     def make_room(self, tier: Tier, num_pages: int) -> bool:
         """Evict until the ledger has ``num_pages`` of room; False: that cannot be, nobody went."""
         if self.room(tier) < num_pages:
             return False
-        while (missing := num_pages - self.manager.room(tier.value)) > 0:
+        while (missing := num_pages - self._balance(tier)) > 0:
             if self._evict_next(tier, missing) == 0:
                 return False
         return True
+
+    def _balance(self, tier: Tier) -> int:
+        """Room by the ledger; below 0 where copies that were given up hold more than is left."""
+        ledger = self.manager.ledger
+        return ledger.usable(tier.value) - ledger.charged(tier.value)
 
     def evict(self, tier: Tier, num_pages: int) -> int:
         """Evict at least ``num_pages`` where as many may go; how many went."""

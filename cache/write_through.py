@@ -10,7 +10,6 @@ made from agreed state. Each node is one intent, all of them share one copy and 
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 
 from cache.carriage import Carriage
@@ -23,12 +22,6 @@ from consensus.participant import Intent
 from consensus.transaction import State
 
 __all__ = ["WriteThrough"]
-
-
-class _Plan(enum.Enum):
-    OPENED = "opened"
-    DROPPED = "dropped"
-    WAITS = "waits"
 
 
 class WriteThrough:
@@ -63,7 +56,9 @@ class WriteThrough:
         self._queue.append(node)
 
     def add_path(self, path: list[Node]) -> None:
-        """Queue what of ``path`` has no backup and none under way."""
+        """Queue what of ``path`` has no backup and none under way; nothing without a host tier."""
+        if not self._tiers.manager.ledger.usable(Tier.HOST.value):
+            return
         for node in path:
             if not node.host.state:
                 self.add(node)
@@ -74,37 +69,39 @@ class WriteThrough:
         return len(self._queue)
 
     def plan(self) -> None:
-        """Open an intent for each queued node that can be backed up, ancestors first."""
-        queue, self._queue = self._queue, deque()
-        for queued in queue:
+        """Open an intent for each queued node that can be backed up, ancestors first.
+
+        What finds no slot stays in line, and all behind it.
+        """
+        while self._queue:
             # A split leaves the mark on both halves but only the lower one in the queue.
             chain: list[Node] = []
-            node: Node | None = queued
+            node: Node | None = self._queue[0]
             while node is not None and node.is_queued:
                 chain.append(node)
                 node = node.parent
             for node in reversed(chain):
+                if not self._plan(node):
+                    return
                 node.is_queued = False
-                if self._plan(node) is _Plan.WAITS:
-                    self.add(node)
+            self._queue.popleft()
 
-    def _plan(self, node: Node) -> _Plan:
+    def _plan(self, node: Node) -> bool:
+        """Open its intent, or drop the node from the queue; False: there is no slot."""
         if not node.is_alive or not node.device.state or node.host.state:
-            return _Plan.DROPPED
+            return True
         parents: list[Intent] = []
         above = node.parent
         if above is not None and above.parent is not None:
-            if above.is_queued:
-                return _Plan.WAITS
             if not above.host.state:
-                return _Plan.DROPPED
+                return True
             if above.host.state is Residency.RESERVED and above.host.carriage is not None:
                 parents.append(_intent(above.host.carriage))
         if node.device.state is Residency.RESERVED and node.device.carriage is not None:
             parents.append(_intent(node.device.carriage))
         return self._open(node, parents)
 
-    def _open(self, node: Node, parents: list[Intent]) -> _Plan:
+    def _open(self, node: Node, parents: list[Intent]) -> bool:
         tiers = self._tiers
         anchor = node.parent
         tiers.tree.pin_path(anchor, Tier.HOST)
@@ -117,10 +114,10 @@ class WriteThrough:
         if intent is None:
             tiers.tree.unpin_path(anchor, Tier.HOST)
             if has_room:
-                return _Plan.WAITS
+                return False
             self.num_no_room += 1
             tiers.manager.note("no room", Tier.HOST.value, node.node_id)
-            return _Plan.DROPPED
+            return True
         carriage = Carriage(Tier.HOST, [node], anchor)
         carriage.intent = intent
         self._carriages[intent.serial] = carriage
@@ -128,7 +125,7 @@ class WriteThrough:
         tiers.tree.place(node, Tier.HOST, Residency.RESERVED)
         tiers.tree.pin(node, Tier.DEVICE)
         tiers.tree.pin(node, Tier.HOST)
-        return _Plan.OPENED
+        return True
 
     # -- participant -----------------------------------------------------------------------------
 
@@ -198,6 +195,11 @@ class WriteThrough:
             tiers.tree.unpin(node, Tier.HOST)
         if intent.state is not State.DONE:
             tiers.pools[Tier.HOST].free(carriage.pages)
+
+    def clear(self, *, keeps_stock: bool) -> None:
+        """The epoch is over: nothing of it is open or queued any more."""
+        self._carriages.clear()
+        self._queue.clear()
 
     def held_pages(self) -> list[int]:
         """Host pages of this rank that open backups own."""

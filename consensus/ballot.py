@@ -2,7 +2,7 @@
 
 Layout (``width`` numbers)::
 
-    | header: 7 pairs [x, -x] | status | clock_ms | usable per pool | slots: [vote, ended] x num_slots |
+    | header: 7 pairs [x, -x] | status | clock_ms | usable per pool | [vote, ended] x num_slots |
 
 MIN is the only operation. A MAX is written as ``-x``, equality as the pair ``[x, -x]`` (equal on
 all ranks iff ``min(x) == -min(-x)``), AND as a 0/1 per field. A packed bitmask is never reduced.
@@ -32,6 +32,7 @@ MASK62 = (1 << 62) - 1
 #: In the order in which a difference is reported: the first one that differs names the cause.
 HEADER_FIELDS = ("schema", "epoch", "step", "iteration", "round", "fingerprint", "live")
 
+_STEP = 2 * HEADER_FIELDS.index("step")
 _STATUS = 2 * len(HEADER_FIELDS)
 _CLOCK = _STATUS + 1
 _POOLS = _CLOCK + 1
@@ -113,10 +114,11 @@ class Schema(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """What a reduced ballot says, for everyone.
 
-    ``mismatch`` names the first header field in which ranks differ (empty: none). ``votes`` and
-    ``ended`` are the reduced slot columns, indexed by slot.
+    ``mismatch`` names the first header field in which ranks differ (empty: none). ``step`` is the
+    step of the ballot. ``votes`` and ``ended`` are the reduced slot columns, indexed by slot.
     """
 
+    step: int
     mismatch: str
     lowest: int
     highest: int
@@ -128,15 +130,18 @@ class Verdict(msgspec.Struct, frozen=True):
     ended: list[int]
 
 
-def tally(schema: Schema, reduced: Vector) -> Verdict:
+def tally(schema: Schema, reduced: Vector, num_slots: int | None = None) -> Verdict:
     """Read a reduced ballot. Pure: the same vector gives the same verdict everywhere.
+
+    ``num_slots``: only so many slots are read, from slot 0 on (``None``: all of them).
 
     Raises :class:`Misuse` for a vector of another shape.
     """
     if reduced.shape != (schema.width,):
         raise Misuse(f"a ballot has {schema.width} numbers, got shape {reduced.shape}")
     head: list[int] = reduced[: schema.first_slot].tolist()
-    slots: list[int] = reduced[schema.first_slot :].tolist()
+    last = schema.width if num_slots is None else schema.first_slot + 2 * num_slots
+    slots: list[int] = reduced[schema.first_slot : last].tolist()
     mismatch, lowest, highest = "", 0, 0
     for position, name in enumerate(HEADER_FIELDS):
         low, high = head[2 * position], -head[2 * position + 1]
@@ -145,6 +150,7 @@ def tally(schema: Schema, reduced: Vector) -> Verdict:
             break
     worst = -head[_STATUS]
     return Verdict(
+        step=head[_STEP],
         mismatch=mismatch,
         lowest=lowest,
         highest=highest,

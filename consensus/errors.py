@@ -18,6 +18,7 @@ __all__ = [
     "KvpactError",
     "Misuse",
     "PeerError",
+    "PeerLeft",
     "PeerLost",
     "ProgressLost",
     "RankStalled",
@@ -135,6 +136,10 @@ class PeerLost(PeerError):
     """The connection to another rank broke: its process ended or its network is gone."""
 
     advice = "look at why the process of the named rank ended (out of memory, killed, crashed)"
+
+
+class PeerLeft(PeerError):
+    """A rank has left in good order: nobody can step on without it."""
 
 
 class ProgressLost(PeerError):

@@ -84,6 +84,11 @@ class Group(Protocol):
         ...
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, sorted."""
+        ...
+
+    @property
     def width(self) -> int:
         """How many int64 numbers every vector has."""
         ...

@@ -5,8 +5,9 @@ collectives hangs until they time out. Neither may stop a rank, so neither runs 
 Nothing here takes part in a collective or decides anything.
 
 The end of the interpreter needs care: a daemon thread that comes back from C++ while Python is
-being finalized aborts the process ("terminate called", up to Python 3.13). So at exit no new call
-is let into C++, and those inside get a moment to come out.
+being finalized aborts the process ("terminate called", up to Python 3.13; with torch that takes a
+second or two). So at exit no new call is let into C++, those inside get a moment to come out, and
+those that hang are parked for good.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import atexit
 import collections
 import contextlib
 import ctypes
+import signal
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, TypeVar
 
 from consensus.errors import ResourceError, StoreSilent
@@ -49,31 +52,47 @@ class Completing(Protocol):
 
 
 class _Gate:
-    """Counts the daemon threads that are inside C++; closes at exit."""
+    """Knows the daemon threads that are inside C++; closes at exit."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
-        self._num_inside = 0
+        self._inside: list[int] = []
         self._closed = False
         atexit.register(self.close)
 
     @contextlib.contextmanager
     def inside(self) -> Generator[None, None, None]:
+        thread_id = threading.get_ident()
         with self._change:
             if self._closed:
                 raise StoreSilent("the interpreter is ending")
-            self._num_inside += 1
+            self._inside.append(thread_id)
         try:
             yield
         finally:
             with self._change:
-                self._num_inside -= 1
+                self._inside.remove(thread_id)
                 self._change.notify_all()
 
     def close(self) -> None:
         with self._change:
             self._closed = True
-            self._change.wait_for(lambda: self._num_inside == 0, EXIT_WAIT_S)
+            self._change.wait_for(lambda: not self._inside, EXIT_WAIT_S)
+            if self._inside:
+                _park(self._inside)
+
+
+def _park(thread_ids: Sequence[int]) -> None:
+    """Have threads of this process never return from where they hang."""
+    if sys.platform != "linux":
+        return
+    # A signal whose handler is libc's own pause(): it needs neither Python nor the thread's help.
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(signal.SIGRTMAX, ctypes.cast(libc.pause, ctypes.c_void_p))
+    for thread_id in thread_ids:
+        signal.pthread_kill(thread_id, signal.SIGRTMAX)
 
 
 _gate = _Gate()

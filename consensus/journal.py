@@ -85,6 +85,7 @@ class Journal:
     def begin_epoch(self, epoch: int) -> None:
         """Start counting anew: nothing of an earlier epoch is in the fingerprint of this one."""
         self.epoch = epoch
+        self.step = 0
         self.fingerprint = 0
         self.count = 0
         self._tail.clear()

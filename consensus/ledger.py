@@ -40,7 +40,9 @@ class Ledger:
         return max(0, self._usable[pool] - self._charged[pool])
 
     def charge(self, pool: str, num_pages: int) -> None:
-        """``num_pages`` are spoken for from now on."""
+        """``num_pages`` are spoken for from now on. Raises :class:`InternalError` below zero."""
+        if num_pages < 0:
+            raise InternalError(f"charge of {num_pages} pages to pool {pool}")
         self._charged[pool] += num_pages
 
     def refund(self, pool: str, num_pages: int) -> None:

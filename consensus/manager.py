@@ -29,19 +29,26 @@ __all__ = ["PostedBallot", "TransactionManager"]
 
 
 class PostedBallot(msgspec.Struct, frozen=True):
-    """What a ballot said when it was posted: the slot map of that step."""
+    """What a ballot said when it was posted: the slot map of that step.
+
+    ``intents`` were open then; ``voted`` are those of them whose vote it carries, the rest may only
+    end. Slots from ``num_slots`` on were not in use.
+    """
 
     step: int
     header: Header
     intents: tuple[Intent, ...]
+    voted: tuple[Intent, ...]
+    num_slots: int
 
 
 class TransactionManager:
     """All transactions of one rank.
 
     ``usable`` tells per pool the pages that this rank can really use: capacity less what
-    quarantined and old copies still hold. ``copy_timeout_s`` runs on the agreed clock: an intent that is open for longer is quarantined
-    by all ranks in the same step. ``lag`` is how many steps a verdict may come later.
+    quarantined and old copies still hold. ``copy_timeout_s`` runs on the agreed clock from the
+    verdict on: an intent that is open for longer is quarantined by all ranks in the same step.
+    ``lag`` is how many steps a verdict may come later.
     """
 
     def __init__(
@@ -58,6 +65,8 @@ class TransactionManager:
             raise Misuse(f"say what is usable of each of {schema.pools}, got {sorted(usable)}")
         if lag < 0:
             raise Misuse(f"lag must not be negative, got {lag}")
+        if not copy_timeout_s > 0:
+            raise Misuse(f"copy_timeout_s must be positive, got {copy_timeout_s}")
         self.rank = rank
         self.schema = schema
         self.lag = lag
@@ -71,6 +80,7 @@ class TransactionManager:
         self._usable = dict(usable)
         self._slots = SlotTable(schema.num_slots, lag)
         self._open: dict[int, Intent] = {}
+        self._unposted: list[Intent] = []
         self._by_key: dict[tuple[str, Value], Intent] = {}
         self._posted: deque[PostedBallot] = deque()
         self._num_opened = 0
@@ -92,10 +102,13 @@ class TransactionManager:
         """Propose an intent: take a slot and charge the ledger. ``None``: no slot is free.
 
         ``minimum`` (pages, one pool only) makes it elastic. ``ends_on_commit``: it has no copy of
-        its own, so a COMMIT ends it. Raises :class:`Misuse` for needs that make no sense.
+        its own, so a COMMIT ends it. ``parents`` were opened before. Raises :class:`Misuse` for
+        needs that make no sense.
         """
         pages = {pool: need[pool] for pool in sorted(need)}
         total = sum(pages.values())
+        if not pages.keys() <= self._usable.keys():
+            raise Misuse(f"{kind} {key} needs {list(pages)}, but the pools are {self.schema.pools}")
         if not pages or min(pages.values()) < 0 or total < 1:
             raise Misuse(f"{kind} {key} needs at least one page, got {dict(need)}")
         if minimum is not None and (len(pages) != 1 or not 1 <= minimum <= total):
@@ -119,10 +132,16 @@ class TransactionManager:
         )
         self._num_opened += 1
         self._open[intent.serial] = intent
+        self._unposted.append(intent)
         self._by_key[kind, key] = intent
+        shape: list[Value] = []
         for pool, num_pages in pages.items():
             self.ledger.charge(pool, num_pages)
-        self.journal.note("open", kind, key, intent.serial, slot, total)
+            shape += (pool, num_pages)
+        # All that the verdict will depend on: ranks that differ in it must not get as far as that.
+        shape += ("at least", intent.minimum, "ends on commit" if ends_on_commit else "ends")
+        shape += [parent.serial for parent in intent.parents]
+        self.journal.note("open", kind, key, intent.serial, slot, *shape)
         return intent
 
     def find(self, kind: str, key: Value) -> Intent | None:
@@ -133,6 +152,7 @@ class TransactionManager:
         """Find ``intent`` under another key too: the node it is about was split."""
         self._by_key[intent.kind, key] = intent
         intent.aliases.append(key)
+        self.journal.note("alias", intent.serial, key)
 
     def withdraw(self, intent: Intent) -> None:
         """Agreed: it shall not be (any longer). Undecided, it will be aborted whatever the votes;
@@ -157,11 +177,13 @@ class TransactionManager:
     def reserve(self, intent: Intent) -> bool:
         """Reserve every pool of the intent, in canonical order; undo exactly where one fails.
 
-        True: held, and its copy may have started. A rank on which a parent was refused or that
-        was withdrawn reserves nothing: its vote cannot help any more.
+        True: held, and its copy may have started. Where it is withdrawn, or this rank lacks pages
+        of a parent, nothing is reserved: its vote cannot help any more.
         """
         if intent.state is not State.PROPOSED:
             raise Misuse(f"{intent!r} cannot be reserved again")
+        if any(parent.state is State.PROPOSED for parent in intent.parents):
+            raise Misuse(f"{intent!r} builds on what is not reserved yet: reserve that first")
         held = intent.reservation.num_pages
         if not intent.withdrawn and all(_holds(parent) for parent in intent.parents):
             for pool, num_pages in intent.need.items():
@@ -188,7 +210,7 @@ class TransactionManager:
 
     def reserve_open(self) -> None:
         """Reserve what was proposed and is not reserved yet, in the order of opening."""
-        for intent in list(self._open.values()):
+        for intent in tuple(self._unposted):
             if intent.state is State.PROPOSED:
                 self.reserve(intent)
 
@@ -197,10 +219,13 @@ class TransactionManager:
 
         What belongs to an epoch that was closed since changes nothing.
         """
-        if intent.epoch != self.epoch or not intent.is_open:
+        if not intent.is_open:
             return
-        if intent.local_ended:
-            raise InternalError(f"{intent!r} ended twice on rank {self.rank}")
+        if intent.local_ended or intent.state is State.PROPOSED:
+            how = "twice" if intent.local_ended else "before it was reserved"
+            raise InternalError(f"{intent!r} ended {how} on rank {self.rank}")
+        if result is not None and not 0 <= result <= intent.vote:
+            raise Misuse(f"{intent!r} holds {intent.vote} pages, so {result} cannot have gone well")
         intent.local_ended = True
         intent.local_result = intent.vote if result is None else result
         self.journal.fact("ended", intent.serial, intent.local_result)
@@ -219,7 +244,16 @@ class TransactionManager:
         """The ballot of the next step. Every open intent must be reserved or refused.
 
         ``now_ms`` is this rank's elapsed time of the epoch. A BROKEN rank votes 0 for everything.
+        Raises :class:`Misuse`, and has changed nothing, where an intent is not reserved or more
+        than ``lag`` ballots are in flight already.
         """
+        if len(self._posted) > self.lag:
+            raise Misuse(f"{len(self._posted)} ballots are in flight: settle the oldest first")
+        is_broken = status is Status.BROKEN
+        if not is_broken and any(intent.state is State.PROPOSED for intent in self._unposted):
+            raise Misuse("every open intent must be reserved before a ballot is posted")
+        # What is broken may be this very callable.
+        usable = {pool: 0 if is_broken else self._usable[pool]() for pool in self.schema.pools}
         self.step += 1
         self.journal.step = self.step
         header = Header(
@@ -231,30 +265,37 @@ class TransactionManager:
             fingerprint=self.journal.fingerprint,
             live=live,
         )
-        usable = {pool: self._usable[pool]() for pool in self.schema.pools}
         vector = self.schema.ballot(self.rank, header, status, now_ms, usable)
-        if status is not Status.BROKEN:
-            self._write_slots(vector)
-        self._posted.append(PostedBallot(self.step, header, tuple(self._open.values())))
+        intents = () if is_broken else tuple(self._open.values())
+        voted = () if is_broken else tuple(self._unposted)
+        num_slots = self._write_slots(vector, intents)
+        self._posted.append(PostedBallot(self.step, header, intents, voted, num_slots))
         return vector
 
-    def _write_slots(self, vector: Vector) -> None:
-        first = self.schema.first_slot
-        for intent in self._open.values():
-            position = first + 2 * intent.slot
+    def _write_slots(self, vector: Vector, intents: tuple[Intent, ...]) -> int:
+        """Write the slots of ``intents``; how many slots from 0 on may be in use."""
+        num_slots = 1 + max((intent.slot for intent in intents), default=-1)
+        columns = [0] * (2 * num_slots)
+        for intent in intents:
+            position = 2 * intent.slot
             if intent.posted_step < 0:
-                vector[position] = intent.vote
+                columns[position] = intent.vote
                 # An ending may share the ballot of the vote, unless it went wrong: the number in
                 # this field is the vote, so a failure is reported with the next ballot.
                 whole = intent.local_ended and intent.local_result == intent.vote
-                vector[position + 1] = int(whole or intent.state is State.REFUSED)
+                columns[position + 1] = int(whole)
                 intent.posted_step = self.step
                 intent.advance(Event.POST)
             elif intent.local_ended:
-                vector[position] = intent.local_result
-                vector[position + 1] = 1
+                columns[position] = intent.local_result
+                columns[position + 1] = 1
             else:
-                vector[position] = intent.total
+                columns[position] = intent.total
+        first = self.schema.first_slot
+        vector[first : first + 2 * num_slots] = columns
+        if intents:
+            self._unposted.clear()
+        return num_slots
 
     @property
     def oldest_posted(self) -> PostedBallot | None:
@@ -269,42 +310,48 @@ class TransactionManager:
         return self._posted[-1].header
 
     def read(self, reduced: Vector) -> Verdict:
-        """The verdict in a reduced ballot; nothing is applied."""
-        return tally(self.schema, reduced)
+        """The verdict in the reduced oldest ballot; nothing is applied."""
+        return tally(self.schema, reduced, self._posted[0].num_slots if self._posted else None)
 
     def settle(self, verdict: Verdict) -> list[Outcome]:
         """Apply the verdict of the oldest posted ballot; the outcomes, in the order applied.
 
         Verdicts first, then endings, then quarantine. The order within each is the order of
-        opening. Raises :class:`InternalError` where ranks differ: that is for the caller to see.
+        opening. Raises :class:`InternalError`, and has changed nothing, where ranks differ (that is
+        for the caller to see) or where the verdict is of another ballot.
         """
+        if not self._posted:
+            raise Misuse("no ballot is in flight: post before you settle")
         if verdict.mismatch or verdict.status is Status.BROKEN:
             raise InternalError("a verdict on which ranks differ cannot be settled")
+        if verdict.step != self._posted[0].step:
+            raise InternalError(
+                f"the verdict of step {verdict.step} was read for step {self._posted[0].step}"
+            )
         posted = self._posted.popleft()
         self.settled_step = posted.step
         self.clock_ms = verdict.clock_ms
         self.ledger.agree(verdict.usable)
         self.ledger.settle(posted.step)
         outcomes: list[Outcome] = []
+        for intent in posted.voted:
+            self._decide(intent, verdict.votes[intent.slot], outcomes)
         for intent in posted.intents:
-            if intent.posted_step == posted.step and intent.is_undecided:
-                self._decide(intent, verdict.votes[intent.slot], outcomes)
-        for intent in posted.intents:
-            if intent.is_open and not intent.is_undecided:
+            if (verdict.ended[intent.slot] or intent.ends_on_commit) and intent.is_open:
                 self._end(intent, verdict, outcomes)
         self._quarantine(outcomes)
         return outcomes
 
     def _decide(self, intent: Intent, votes: int, outcomes: list[Outcome]) -> None:
-        buildable = not intent.withdrawn and all(parent.is_committed for parent in intent.parents)
-        if buildable and votes >= intent.minimum:
+        intent.decided_ms = self.clock_ms
+        intent.cause = _why_not(intent, votes)
+        if not intent.cause:
             intent.agreed = votes
             self.journal.note("commit", intent.kind, intent.serial, votes)
             intent.advance(Event.COMMIT)
             intent.participant.commit(intent)
             outcomes.append(Outcome(OutcomeKind.COMMIT, intent))
         else:
-            intent.cause = _why_not(intent)
             self.journal.note("abort", intent.kind, intent.serial, intent.cause)
             intent.advance(Event.ABORT)
             intent.participant.abort(intent)
@@ -317,7 +364,7 @@ class TransactionManager:
             intent.result = min(verdict.votes[intent.slot], intent.agreed)
         else:
             return
-        failed = intent.state is State.COMMITTED and intent.result == 0
+        failed = intent.state is State.COMMITTED and intent.result < intent.minimum
         self.journal.note("end", intent.serial, intent.result)
         intent.advance(Event.FAIL if failed else Event.END)
         kept = intent.result if intent.state is State.DONE else 0
@@ -325,9 +372,13 @@ class TransactionManager:
         outcomes.append(Outcome(OutcomeKind.FAIL if failed else OutcomeKind.END, intent))
 
     def _quarantine(self, outcomes: list[Outcome]) -> None:
-        for intent in list(self._open.values()):
-            if intent.is_undecided or self.clock_ms - intent.opened_ms <= self._copy_timeout_ms:
-                continue
+        # Intents are decided in the order of opening, so those behind the first are younger.
+        overdue: list[Intent] = []
+        for intent in self._open.values():
+            if intent.is_undecided or self.clock_ms - intent.decided_ms <= self._copy_timeout_ms:
+                break
+            overdue.append(intent)
+        for intent in overdue:
             self.journal.note("quarantine", intent.serial)
             intent.advance(Event.QUARANTINE)
             self._close(intent, kept=0)
@@ -344,7 +395,8 @@ class TransactionManager:
         for pool, num_pages in intent.need.items():
             back = num_pages - kept if len(intent.need) == 1 else (0 if kept else num_pages)
             if quarantined:
-                self.ledger.cool(self.step + 1, pool, back)
+                # The first ballot that every rank posts after this: `self.step` is one rank's own.
+                self.ledger.cool(self.settled_step + self.lag + 1, pool, back)
             else:
                 self.ledger.refund(pool, back)
         intent.participant.ended(intent)
@@ -355,14 +407,19 @@ class TransactionManager:
     def begin_epoch(self, epoch: int, usable: Mapping[str, int]) -> list[Intent]:
         """Drop all open intents and start anew with ``usable`` pages agreed by all ranks.
 
-        Returns what was dropped; its copies may still run, and their endings change nothing.
+        Nothing of the old epoch is left that ranks could differ in: serials count anew. Returns
+        what was dropped; its copies may still run, and their endings change nothing.
         """
+        if set(usable) != set(self.schema.pools):
+            raise Misuse(f"say what is usable of each of {self.schema.pools}, got {sorted(usable)}")
         dropped = list(self._open.values())
         for intent in dropped:
             intent.advance(Event.DROP)
         self._open.clear()
         self._by_key.clear()
+        self._unposted.clear()
         self._posted.clear()
+        self._num_opened = 0
         self._slots = SlotTable(self.schema.num_slots, self.lag)
         self.ledger.clear()
         self.ledger.agree(dict(usable))
@@ -395,17 +452,17 @@ class TransactionManager:
                 raise InternalError(f"{intent!r} is over but still holds its slot")
 
 
-def _why_not(intent: Intent) -> str:
-    """The agreed cause of an ABORT."""
+def _why_not(intent: Intent, votes: int) -> str:
+    """The agreed cause of an ABORT; empty where it is a COMMIT."""
     if intent.withdrawn:
         return "withdrawn"
-    if not all(parent.is_committed for parent in intent.parents):
+    if not all(parent.is_whole for parent in intent.parents):
         return "parent"
-    return "refused"
+    return "" if votes >= intent.minimum else "refused"
 
 
 def _holds(parent: Intent) -> bool:
     """Whether what builds on ``parent`` still has a chance on this rank."""
-    return parent.state not in (State.REFUSED, State.VOTED_NO) and (
-        parent.is_undecided or parent.is_committed
-    )
+    if parent.is_undecided:
+        return parent.vote == parent.total and not parent.withdrawn
+    return parent.is_whole

@@ -13,25 +13,16 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Self
 
-import msgspec
-
-from consensus.epoch import LastSeen, Locator
-from consensus.errors import Misuse, RankStalled, StoreSilent
+from consensus.epoch import Introduction, LastSeen, Locator, Opener, agree
+from consensus.errors import StoreSilent
 from consensus.group import GlooGroup, Group
-from consensus.store import Store, TcpStore
+from consensus.step import PAUSED
+from consensus.store import NamedStore, Store, TcpStore
 from consensus.watch import Life, Watch
 
-__all__ = ["Introduction", "Membership", "WatchLocator", "agree", "introduce", "versions"]
+__all__ = ["Membership", "WatchLocator", "introduce", "versions"]
 
 _POLL_S = 0.02
-
-
-class Introduction(msgspec.Struct, frozen=True):
-    """What one rank says of itself: ``facts`` must be equal everywhere, ``usable`` need not be."""
-
-    rank: int
-    facts: dict[str, str]
-    usable: dict[str, int]
 
 
 def versions() -> dict[str, str]:
@@ -45,24 +36,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def agree(introductions: Sequence[Introduction]) -> dict[str, int]:
-    """The usable pages of each pool that every rank has.
-
-    Raises :class:`Misuse` naming the first rank and field that differ from the lowest rank's.
-    """
-    first = introductions[0]
-    for other in introductions[1:]:
-        for name in sorted(first.facts.keys() | other.facts.keys()):
-            ours, theirs = first.facts.get(name, "nothing"), other.facts.get(name, "nothing")
-            if ours != theirs:
-                raise Misuse(
-                    f"rank {other.rank} has {name} = {theirs}, rank {first.rank} has {ours}:"
-                    " start all ranks with the same",
-                    rank=other.rank,
-                )
-    return {pool: min(one.usable[pool] for one in introductions) for pool in first.usable}
-
-
 def introduce(
     store: Store, name: str, mine: Introduction, ranks: Sequence[int], timeout_s: float
 ) -> dict[str, int]:
@@ -70,24 +43,10 @@ def introduce(
 
     Raises :class:`RankStalled` naming who has not come within ``timeout_s``.
     """
-    store.set(f"{name}/introduction/{mine.rank}", msgspec.msgpack.encode(mine))
-    found: dict[int, Introduction] = {}
-    end_s = time.monotonic() + timeout_s
-    while True:
-        for rank in ranks:
-            data = None if rank in found else store.get(f"{name}/introduction/{rank}")
-            if data is not None:
-                found[rank] = msgspec.msgpack.decode(data, type=Introduction)
-        missing = [rank for rank in ranks if rank not in found]
-        if not missing:
-            return agree([found[rank] for rank in sorted(found)])
-        if time.monotonic() >= end_s:
-            raise RankStalled(
-                f"ranks {missing} have not introduced themselves within {timeout_s:g} s",
-                ranks=missing,
-                phase="start",
-            )
+    opener = Opener(store, name, mine, ranks, now_s=time.monotonic(), timeout_s=timeout_s)
+    while (found := opener.poll(time.monotonic())) is None:
         time.sleep(_POLL_S)
+    return agree([found[rank] for rank in sorted(found)])
 
 
 class WatchLocator:
@@ -103,6 +62,14 @@ class WatchLocator:
             return self._watch.judge([rank], within_s=0.0)[rank].life is Life.GONE
         except StoreSilent:
             return False
+
+    def is_paused(self, rank: int) -> bool:
+        """Whether it said that it pauses."""
+        try:
+            at = self._watch.positions([rank])[rank]
+        except StoreSilent:
+            return False
+        return at is not None and at.phase.startswith(PAUSED)
 
     def last_seen(self, rank: int) -> LastSeen | None:
         """Its last position, and its stack if it can still answer."""
@@ -123,12 +90,24 @@ class Membership:
     """What a rank shares with the others: group, store, watch, and the agreed usable pages."""
 
     def __init__(
-        self, group: Group, store: TcpStore, watch: Watch, usable: Mapping[str, int]
+        self,
+        name: str,
+        ranks: Sequence[int],
+        *,
+        group: Group,
+        store: TcpStore,
+        watch: Watch,
+        usable: Mapping[str, int],
+        deadline_s: float,
     ) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
         self.group = group
-        self.store = store
+        self.connection = store
+        self.store: Store = NamedStore(store, name)
         self.watch = watch
         self.usable = dict(usable)
+        self._deadline_s = deadline_s
         self.locator: Locator = WatchLocator(watch)
 
     @classmethod
@@ -157,22 +136,86 @@ class Membership:
         store = TcpStore(host, port)
         mine = Introduction(rank, {**versions(), **facts}, dict(usable))
         agreed = introduce(store, name, mine, ranks, start_timeout_s)
-        # The group must outlive a step's deadline: closing an epoch is our business, not gloo's.
-        group = GlooGroup.form(
-            store.raw(),
-            f"{name}/group/0",
-            ranks,
-            rank,
-            width,
-            group_timeout_s=4 * deadline_s + 10.0,
-            form_timeout_s=start_timeout_s,
-        )
+        group = _form(store, name, 0, ranks, rank, width, deadline_s, start_timeout_s)
         watch = Watch(TcpStore(host, port), rank, name=f"{name}/watch", interval_s=beat_s)
         watch.start()
-        return cls(group, store, watch, agreed)
+        return cls(
+            name,
+            ranks,
+            group=group,
+            store=store,
+            watch=watch,
+            usable=agreed,
+            deadline_s=deadline_s,
+        )
+
+    def regroup(self, epoch: int) -> Group:
+        """The group of a new epoch, once all ranks have come; the old one is closed by its user.
+
+        Raises :class:`PeerLost` naming who does not come within the deadline of a step.
+        """
+        old = self.group
+        self.group = _form(
+            self.connection,
+            self.name,
+            epoch,
+            self.ranks,
+            old.rank,
+            old.width,
+            self._deadline_s,
+            self._deadline_s,
+        )
+        return self.group
+
+    def leave(self, wait_s: float) -> None:
+        """Close once all ranks want to leave, or are gone, or ``wait_s`` have passed.
+
+        A rank that breaks its connections while another still waits for the last verdict makes
+        that step an error there.
+        """
+        try:
+            self.store.set(self._left(self.group.rank), b"1")
+            end_s = time.monotonic() + wait_s
+            waiting = [rank for rank in self.ranks if rank != self.group.rank]
+            while waiting and time.monotonic() < end_s:
+                waiting = [rank for rank in waiting if not self._has_left(rank)]
+                if waiting:
+                    time.sleep(_POLL_S)
+        except StoreSilent:
+            pass  # nobody can be asked
+        finally:
+            self.close()
+
+    def _has_left(self, rank: int) -> bool:
+        return self.store.get(self._left(rank)) is not None or self.locator.is_gone(rank)
+
+    def _left(self, rank: int) -> str:
+        return f"left/{rank}"
 
     def close(self) -> None:
-        """Leave; bounded."""
+        """Break all connections at once; bounded."""
         self.watch.stop()
         self.group.close()
-        self.store.close()
+        self.connection.close()
+
+
+def _form(
+    store: TcpStore,
+    name: str,
+    epoch: int,
+    ranks: Sequence[int],
+    rank: int,
+    width: int,
+    deadline_s: float,
+    form_timeout_s: float,
+) -> GlooGroup:
+    # The group must outlive a step's deadline: closing an epoch is our business, not gloo's.
+    return GlooGroup.form(
+        store.raw(),
+        f"{name}/group/{epoch}",
+        ranks,
+        rank,
+        width,
+        group_timeout_s=4 * deadline_s + 10.0,
+        form_timeout_s=form_timeout_s,
+    )

@@ -28,14 +28,17 @@ class Intent:
 
     ``need`` names pages per pool in canonical (sorted) order. ``minimum`` is the least number of
     pages of an *elastic* intent that is still a COMMIT; an intent over several pools is all or
-    nothing. ``parents`` are intents whose ABORT is this one's too. ``agreed`` is the number of
-    pages of the verdict, ``cause`` says why it was an ABORT, ``result`` is the number that the copy delivered on every rank.
+    nothing. ``parents`` are intents that must commit in full, or this one aborts too. ``agreed`` is
+    the number of pages of the verdict, ``cause`` says why it was an ABORT, ``result`` is the number
+    of pages that the copy delivered on every rank. ``serial`` counts the intents of the
+    epoch. ``decided_ms`` (agreed clock; -1: undecided) is when its timeout began.
     """
 
     __slots__ = (
         "agreed",
         "aliases",
         "cause",
+        "decided_ms",
         "ends_on_commit",
         "epoch",
         "key",
@@ -87,6 +90,7 @@ class Intent:
         self.epoch = epoch
         self.opened_step = step
         self.opened_ms = clock_ms
+        self.decided_ms = -1
         self.posted_step = -1
         self.state = State.PROPOSED
         self.reservation = Reservation({})
@@ -120,6 +124,13 @@ class Intent:
     def is_committed(self) -> bool:
         """It was committed, and neither failed nor was withdrawn since."""
         return self.state is State.COMMITTED or self.state is State.DONE
+
+    @property
+    def is_whole(self) -> bool:
+        """It was committed with every page it asked for: another intent may build on it."""
+        if self.state is State.COMMITTED:
+            return self.agreed == self.total
+        return self.state is State.DONE and self.result == self.total
 
     def advance(self, event: Event) -> None:
         """Walk the transition table; an illegal event raises and changes nothing."""

@@ -16,7 +16,7 @@ from consensus.errors import Misuse, StoreSilent
 from consensus.group import RawStore, connect_tcp_store, open_tcp_store
 from consensus.janitor import inside
 
-__all__ = ["MAX_VALUE_BYTES", "MemoryStore", "Store", "TcpStore"]
+__all__ = ["MAX_VALUE_BYTES", "MemoryStore", "NamedStore", "Store", "TcpStore"]
 
 #: Torch's server takes 8 MiB and drops the connection of a client that sends more.
 MAX_VALUE_BYTES = 4 << 20
@@ -120,6 +120,30 @@ class MemoryStore:
         _check_key(key)
         if self.silent:
             raise StoreSilent(f"store {self.address} is silent")
+
+
+class NamedStore:
+    """One replica's part of a store that several share: every key behind its name."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def get(self, key: str) -> bytes | None:
+        """See :meth:`Store.get`."""
+        return self._store.get(f"{self._name}/{key}")
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :meth:`Store.set`."""
+        self._store.set(f"{self._name}/{key}", value)
+
+    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bytes:
+        """See :meth:`Store.compare_set`."""
+        return self._store.compare_set(f"{self._name}/{key}", expected, value)
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._store.delete(f"{self._name}/{key}")
 
 
 class _Call:

@@ -14,7 +14,8 @@ from consensus.errors import InternalError
 __all__ = ["OPEN_STATES", "TRANSITIONS", "UNDECIDED_STATES", "Event", "State", "advance"]
 
 
-class State(enum.Enum):
+# Strings, because they are hashed on the hot path and the hash of a plain Enum is Python code.
+class State(enum.StrEnum):
     """Where a transaction stands on this rank."""
 
     PROPOSED = "proposed"  # holds a slot and its charge in the ledger
@@ -32,7 +33,7 @@ class State(enum.Enum):
     DROPPED = "dropped"  # its epoch was closed
 
 
-class Event(enum.Enum):
+class Event(enum.StrEnum):
     """What can happen to a transaction."""
 
     RESERVE = "reserve"  # every pool gave its pages

@@ -13,13 +13,17 @@ import msgspec
 from cache.hierarchical_cache import StepResult
 from cache.node import Residency, Tier
 from cache.ticket import Ticket, TicketState
-from consensus.errors import Divergence, InternalError, KvpactError, RankStalled
+from consensus.errors import InternalError, KvpactError
 from harness.checkers import Snapshot, snapshot
+from harness.engine import Engine
 from harness.faults import FaultBoard
+from harness.promises import broken_promises
 from harness.rank import Rank
 from harness.scenario_model import (
     Abort,
+    Admit,
     AttachStorage,
+    Compute,
     DetachStorage,
     Do,
     Drain,
@@ -27,6 +31,8 @@ from harness.scenario_model import (
     Expect,
     Fault,
     Finish,
+    Free,
+    Headroom,
     Heal,
     Insert,
     LoadBack,
@@ -34,6 +40,7 @@ from harness.scenario_model import (
     Reset,
     Scenario,
     Step,
+    Take,
     expand,
     parse_ranges,
 )
@@ -60,14 +67,15 @@ class Raised(msgspec.Struct, frozen=True):
 
 
 class RankRecord(msgspec.Struct):
-    """All that one rank saw. ``left_at``: the entry at which it stalled or died (0: never)."""
+    """All that one rank saw. ``left_at``: the entry at which it stalled or died (0: never).
+    ``suspended_from``: by epoch, the step from which on it may differ."""
 
     rank: int
     snapshots: list[Snapshot] = []
     observations: list[Observation] = []
     raised: list[Raised] = []
     broken: list[str] = []
-    suspended_from: int | None = None
+    suspended_from: dict[int, int] = {}
     left_at: int = 0
 
 
@@ -105,8 +113,7 @@ class Agent:
         self._iteration = 0
         self._tickets: dict[str, Ticket] = {}
         self._holding: set[str] = set()
-        self._errors = {"divergences": 0, "stalls": 0, "resets": 0, "deferred": 0}
-        self._computes_wrong = False
+        self._engine = Engine(rank)
 
     def program(self) -> Program:
         """All entries in order. Ends early where the rank stalls or dies."""
@@ -144,12 +151,24 @@ class Agent:
                 self._load_back(entry)
             case Evict():
                 self.cache.evict(Tier(entry.tier), entry.pages)
+            case Admit():
+                self._engine.admit(
+                    entry.request, expand(entry.tokens), entry.namespace, entry.load
+                )
+            case Take():
+                self._engine.take(entry.request, entry.pages)
+            case Compute():
+                self._engine.compute(entry.request)
+            case Free():
+                self._engine.free(entry.request, entry.pages)
+            case Headroom():
+                self.cache.expect_pages(entry.pages)
             case Finish():
-                self._holding.discard(entry.request)
+                self._end(entry.request)
                 if self.cache.requests.get(entry.request) is not None:
                     self.cache.finish_request(entry.request)
             case Abort():
-                self._holding.discard(entry.request)
+                self._end(entry.request)
                 self.cache.abort(entry.request)
             case Fault():
                 if entry.rank == self.record.rank:
@@ -159,18 +178,31 @@ class Agent:
                 self.rank.mover.heal()
             case Expect():
                 self._expect(entry)
-            case Prefetch() | Reset() | AttachStorage() | DetachStorage():
+            case Reset():
+                self.cache.reset()
+                self._let_go()
+            case Prefetch() | AttachStorage() | DetachStorage():
                 raise InternalError(f"entry {entry.number} should have been refused before")
+
+    def _end(self, name: str) -> None:
+        self._holding.discard(name)
+        self._engine.forget(name)
 
     def _insert(self, entry: Insert) -> None:
         self.cache.propose_insert(
-            entry.request, expand(entry.tokens), fill=self.rank.compute, hold=entry.hold
+            entry.request,
+            expand(entry.tokens),
+            namespace=entry.namespace,
+            fill=self.rank.compute,
+            hold=entry.hold,
         )
         if entry.hold:
             self._holding.add(entry.request)
 
     def _load_back(self, entry: LoadBack) -> None:
-        match = self.cache.match_prefix(expand(entry.tokens), request=entry.request)
+        match = self.cache.match_prefix(
+            expand(entry.tokens), namespace=entry.namespace, request=entry.request
+        )
         self._tickets[entry.request] = self.cache.request_load_back(entry.request, match)
         self._let_go()
 
@@ -231,9 +263,13 @@ class Agent:
         self._after(result)
 
     def _after(self, result: StepResult) -> None:
+        for name in result.lost:
+            self._end(name)
+            self.cache.abort(name)
+        self._engine.recompute(result.must_recompute)
         self._let_go()
         self.cache.check_integrity()
-        self.record.broken += self.rank.wrong_bytes()
+        self.record.broken += self.rank.wrong_bytes() + broken_promises(self.cache)
         self.record.snapshots.append(snapshot(self.cache))
 
     def _lose_a_node(self) -> None:
@@ -259,12 +295,10 @@ class Agent:
 
     def _suspend(self) -> None:
         """From here on this rank may differ, until it is reported."""
-        if self.record.suspended_from is None:
-            self.record.suspended_from = self.cache.manager.step + 1
+        manager = self.cache.manager
+        self.record.suspended_from.setdefault(manager.epoch, manager.step + 1)
 
     def _note_error(self, entry: Do, error: KvpactError) -> None:
-        self._errors["divergences"] += isinstance(error, Divergence)
-        self._errors["stalls"] += isinstance(error, RankStalled)
         kinds = [kind.__name__ for kind in type(error).__mro__]
         self.record.raised.append(Raised(entry.number, kinds, error.ranks, str(error)))
 
@@ -286,7 +320,7 @@ class Agent:
         if entry.loaded is not None:
             seen["loaded"] = {name: size * self._loaded(name) for name in entry.loaded}
         if entry.counters is not None:
-            known = {**self.cache.metrics(), **self._errors}
+            known = {**self.cache.metrics(), "deferred": 0}
             seen["counters"] = {name: known[name] for name in entry.counters}
         if entry.right_bytes is not None:
             seen["right_bytes"] = {text: self._is_right(text) for text in entry.right_bytes}

@@ -23,6 +23,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """What must be equal on all ranks after one step; ``tree`` digests a full walk (0: no walk)."""
 
     rank: int
+    epoch: int
     step: int
     settled: int
     fingerprint: int
@@ -41,6 +42,7 @@ def snapshot(cache: HierarchicalCache, *, walk: bool = True) -> Snapshot:
         tree = xxhash.xxh3_64_intdigest("\n".join(tree_lines(cache)).encode())
     return Snapshot(
         rank=cache.rank,
+        epoch=manager.epoch,
         step=manager.step,
         settled=manager.settled_step,
         fingerprint=cache.journal.fingerprint,
@@ -64,18 +66,18 @@ def tree_lines(cache: HierarchicalCache) -> list[str]:
 
 def compare(snapshots: Iterable[Snapshot]) -> list[str]:
     """What differs between ranks after the same step, as readable lines; empty: nothing."""
-    first: dict[int, Snapshot] = {}
+    first: dict[tuple[int, int], Snapshot] = {}
     found: list[str] = []
-    for snap in sorted(snapshots, key=lambda one: (one.step, one.rank)):
-        other = first.setdefault(snap.step, snap)
+    for snap in sorted(snapshots, key=lambda one: (one.epoch, one.step, one.rank)):
+        other = first.setdefault((snap.epoch, snap.step), snap)
         for field in msgspec.structs.fields(Snapshot):
-            if field.name in ("rank", "step"):
+            if field.name == "rank":
                 continue
             ours, theirs = getattr(other, field.name), getattr(snap, field.name)
             if ours != theirs:
                 found.append(
-                    f"after step {snap.step}: {field.name} is {ours} on rank {other.rank}"
-                    f" and {theirs} on rank {snap.rank}"
+                    f"after step {snap.step} of epoch {snap.epoch}: {field.name} is {ours} on rank"
+                    f" {other.rank} and {theirs} on rank {snap.rank}"
                 )
     return found
 
@@ -107,9 +109,14 @@ def wrong_bytes(
         known[node.node_id] = hashes[-1]
         for tier in Tier:
             presence = node.at(tier)
-            if presence.state is not Residency.RESIDENT:
+            if presence.state is not Residency.RESIDENT or _may_be_void(node):
                 continue
             right = matches_pages(tensors[tier], presence.pages, hashes, cache.rank)
             if not all(right):
                 found.append(f"rank {cache.rank}: {node!r} has wrong bytes in {tier.value}")
     return found
+
+
+def _may_be_void(node: Node) -> bool:
+    """It was computed on top of a load that has not ended: if that fails, it is withdrawn."""
+    return any(load.intent is not None and load.intent.is_open for load in node.built_on)

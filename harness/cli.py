@@ -130,6 +130,44 @@ def scenario(
     return scenarios.run_files(checked, ranks=ranks, seed=seed, json_out=json_out)
 
 
+@app.command()
+def fuzz(
+    *,
+    worlds: Annotated[
+        int | None,
+        typer.Option(help="How many worlds. Default: 200, or as many as --minutes allows."),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Draw worlds for so long.", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    liveness: Annotated[
+        bool, typer.Option("--liveness", help="In every world faults stop and all must drain.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="Processes that run worlds.")] = 1,
+    journal: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write the journals of all ranks there.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where small failing scenarios go.")
+    ] = None,
+) -> int:
+    """Run random worlds with random faults and check every promise after every step."""
+    from harness import fuzz as fuzzes
+
+    return fuzzes.fuzz(
+        fuzzes.FuzzConfig(
+            worlds=worlds,
+            minutes=minutes,
+            seed=seed,
+            liveness=liveness,
+            jobs=jobs,
+            journal=journal,
+            out=out,
+        )
+    )
+
+
 @app.command("generate")
 def generate_trace(
     out: Annotated[str, typer.Argument(metavar="OUT", help="The trace to write (JSON lines).")],

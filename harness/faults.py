@@ -89,7 +89,8 @@ class FaultyPool(PagePool):
         return super().reserve(num_pages)
 
     def reserve_up_to(self, num_pages: int) -> list[int]:
-        """As the pool, unless a fault refuses."""
-        if self._board.strike(f"{self.name}.reserve") is not None:
-            return []
-        return super().reserve_up_to(num_pages)
+        """As the pool, unless a fault refuses or leaves it one page short."""
+        fault = self._board.strike(f"{self.name}.reserve")
+        if fault is None:
+            return super().reserve_up_to(num_pages)
+        return super().reserve_up_to(max(0, num_pages - 1)) if fault.action == "short" else []

@@ -10,17 +10,23 @@ queues drained, everything evicted, and then each page is free again and nothing
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
 
 from harness.scenario_model import (
     Abort,
+    Admit,
+    Compute,
     Do,
     Drain,
     Evict,
     Expect,
     Fault,
     Finish,
+    Free,
+    Headroom,
     Heal,
     Insert,
     LoadBack,
@@ -28,10 +34,11 @@ from harness.scenario_model import (
     Ranges,
     Scenario,
     Step,
+    Take,
     World,
 )
 
-__all__ = ["BREAKING_ACTIONS", "draw_scenario", "numbered"]
+__all__ = ["BREAKING_ACTIONS", "Draw", "draw_scenario", "numbered"]
 
 #: Scheduler faults after which the ranks cannot go on, and the error that must name the rank.
 BREAKING_ACTIONS: Final = {
@@ -42,53 +49,72 @@ BREAKING_ACTIONS: Final = {
     "exit": "RankStalled",
 }
 
+_FAULTS: Final = {
+    "device.reserve": ("refuse", "short"),
+    "host.reserve": ("refuse",),
+    "write": ("delay", "hang", "fail", "corrupt"),
+    "load": ("delay", "hang", "fail", "corrupt"),
+    "scheduler": ("late",),
+}
 _STEP_MS: Final = 10.0
 _DEADLINE_S: Final = 1.0
+_REQUESTS_MAX: Final = 8  # of each way into the cache, at the same time
 _BRANCH_TOKENS: Final = 1000  # each branch of the prompts has token ids of its own
 _RANKS: Final = ((2, 1), (2, 1), (2, 1), (3, 1), (4, 1), (4, 1), (2, 2), (1, 3), (4, 2), (8, 2))
-_WEIGHTS: Final = {
+_WEIGHTS: Final[dict[str, float]] = {
     "insert": 9,
     "load_back": 6,
     "evict": 4,
     "finish": 4,
     "abort": 2,
+    "admit": 5,
+    "take": 7,
+    "compute": 8,
+    "free": 2,
+    "headroom": 1,
     "step": 10,
-    "fault": 3,
+    "fault": 4,
     "heal": 1,
     "drain": 1,
+    "reload": 3,
+    "burst": 0.5,
 }
 
 
-def draw_scenario(seed: int, *, breaks: bool = False, num_entries: int = 0) -> Scenario:
-    """The scenario of ``seed``. ``breaks``: it ends with a fault that must end in a named error.
+class Draw(msgspec.Struct, frozen=True):
+    """A drawn scenario; its last ``num_tail`` entries are what the workload must lead to."""
 
-    ``num_entries`` is the length of the workload before the tail (0: drawn too).
+    scenario: Scenario
+    num_tail: int
+
+
+def draw_scenario(seed: int, *, liveness: bool = False) -> Draw:
+    """The scenario of ``seed``.
+
+    Every fourth one ends with a fault that must end in a named error, unless ``liveness`` wants
+    all of them to heal and drain.
     """
-    draw = random.Random(f"kvpact world {seed} {breaks}")
+    draw = random.Random(f"kvpact world {seed} {liveness}")
     world = _draw_world(draw)
     workload = _Workload(draw, world)
-    for _ in range(num_entries or draw.randint(5, 40)):
+    for _ in range(draw.choice((10, 20, 40, 80))):
         workload.add_random()
-    entries = workload.entries + (_breaking_tail(draw, world) if breaks else _draining_tail(world))
-    return Scenario(
+    breaks = not liveness and draw.random() < 0.25
+    tail = _breaking_tail(draw, world) if breaks else _draining_tail(world)
+    scenario = Scenario(
         path=f"seed {seed}",
         name=f"random world {seed}",
         world=world,
-        do=numbered(entries),
+        do=numbered(workload.entries + tail),
     )
+    return Draw(scenario, len(tail))
 
 
-def numbered(entries: list[Do]) -> tuple[Do, ...]:
+def numbered(entries: Sequence[Do]) -> tuple[Do, ...]:
     """The entries with their places in the file, from 1."""
     return tuple(
-        _replace(entry, number=number) for number, entry in enumerate(entries, 1)
+        msgspec.structs.replace(entry, number=number) for number, entry in enumerate(entries, 1)
     )
-
-
-def _replace(entry: Do, **changes: Any) -> Do:
-    import msgspec
-
-    return msgspec.structs.replace(entry, **changes)
 
 
 # -- the world -----------------------------------------------------------------------------------
@@ -98,7 +124,7 @@ def _draw_world(draw: random.Random) -> World:
     tp, pp = draw.choice(_RANKS)
     lag = draw.randint(pp, 4) if pp > 1 else draw.choice((0, 0, 0, 1, 1, 2, 3, 4))
     device = draw.choice((3, 4, 6, 8, 12, 24))
-    host = draw.choice((0, 2, 4, 6, 8, 16, 32))
+    host = draw.choice((0, 2, 4, 8, 16, 16, 32, 32))
     return World(
         tp=tp,
         pp=pp,
@@ -109,6 +135,10 @@ def _draw_world(draw: random.Random) -> World:
         deadline_s=_DEADLINE_S,
         step_ms=_STEP_MS,
         copy_timeout_s=draw.choice((0.03, 0.1, 0.3, 30.0)),
+        num_slots=draw.choice((16, 16, 64)),
+        headroom_pages=draw.choice((0, 0, 1, 3)),
+        load_back_minimum_pages=draw.choice((1, 1, 1, 2)),
+        evicts_whole_nodes=draw.random() < 0.5,
     )
 
 
@@ -130,14 +160,28 @@ class _Workload:
         self._world = world
         self._prompts: list[Ranges] = []
         self._num_branches = 0
-        self._has_faults = draw.random() < 0.8
-        self._num_requests = draw.choice((2, 4, 8))
+        self._kinds = dict.fromkeys(_WEIGHTS, True)
+        self._kinds["fault"] = draw.random() < 0.8
+        uses = draw.choice(("both", "both", "inserts", "engine"))
+        for kind in ("admit", "take", "compute", "free", "headroom"):
+            self._kinds[kind] = uses != "inserts"
+        for kind in ("insert", "load_back"):
+            self._kinds[kind] = uses != "engine"
+        # Each world has its own habits: uniform weights everywhere would make all worlds alike.
+        self._weights = {kind: w * draw.choice((0.2, 1, 1, 3)) for kind, w in _WEIGHTS.items()}
+        self._namespaces = draw.choice((("",), ("",), ("", "tenant")))
+        self._num_requests = draw.choice((2, 4, _REQUESTS_MAX))
         self._makers: dict[str, Callable[[], Do]] = {
             "insert": self._insert,
             "load_back": self._load_back,
             "evict": self._evict,
             "finish": self._finish,
             "abort": self._abort,
+            "admit": self._admit,
+            "take": self._take,
+            "compute": lambda: Compute(number=0, request=self._running()),
+            "free": lambda: Free(number=0, request=self._running(), pages=draw.randint(1, 3)),
+            "headroom": lambda: Headroom(number=0, pages=draw.randint(0, 4)),
             "step": self._step,
             "fault": self._fault,
             "heal": lambda: Heal(number=0),
@@ -146,15 +190,26 @@ class _Workload:
 
     def add_random(self) -> None:
         """One more entry."""
-        kinds = [kind for kind in self._makers if self._has_faults or kind != "fault"]
-        weights = [_WEIGHTS[kind] for kind in kinds]
-        kind = self._draw.choices(kinds, weights)[0]
+        kinds = [kind for kind, allowed in self._kinds.items() if allowed]
+        kind = self._draw.choices(kinds, [self._weights[kind] for kind in kinds])[0]
+        if kind in ("reload", "burst"):
+            self.entries += self._reload() if kind == "reload" else self._burst()
+            return
         if kind == "drain":
             self.entries.append(Heal(number=0))
         self.entries.append(self._makers[kind]())
 
     def _request(self) -> str:
         return f"r{self._draw.randrange(self._num_requests)}"
+
+    def _running(self) -> str:
+        return f"e{self._draw.randrange(self._num_requests)}"
+
+    def _ending(self) -> str:
+        return self._request() if self._draw.random() < 0.5 else self._running()
+
+    def _namespace(self) -> str:
+        return self._draw.choice(self._namespaces)
 
     def _prompt(self) -> Ranges:
         """A new prompt: the start of an earlier one, and mostly something of its own behind it."""
@@ -182,41 +237,94 @@ class _Workload:
 
     def _insert(self) -> Do:
         hold = self._draw.random() < 0.3
-        return Insert(number=0, request=self._request(), tokens=self._prompt(), hold=hold)
+        return Insert(
+            number=0,
+            request=self._request(),
+            tokens=self._prompt(),
+            hold=hold,
+            namespace=self._namespace(),
+        )
 
     def _load_back(self) -> Do:
-        return LoadBack(number=0, request=self._request(), tokens=self._known_prompt())
+        return LoadBack(
+            number=0,
+            request=self._request(),
+            tokens=self._known_prompt(),
+            namespace=self._namespace(),
+        )
+
+    def _reload(self) -> list[Do]:
+        """What was backed up is evicted from the device and wanted back, maybe with a fault."""
+        draw = self._draw
+        entries: list[Do] = [
+            Step(number=0, times=draw.randint(1, self._world.lag + 3)),
+            Evict(number=0, tier="device", pages=draw.choice((1, 3, 100))),
+        ]
+        if self._kinds["fault"] and draw.random() < 0.6:
+            entries.append(self._fault(draw.choice(("load", "load", "device.reserve"))))
+        asks = [kind for kind in ("load_back", "admit") if self._kinds[kind]]
+        for _ in range(draw.choice((1, 1, 2))):
+            if draw.choice(asks) == "load_back":
+                entries.append(self._load_back())
+                continue
+            name = self._running()
+            entries += [
+                Finish(number=0, request=name),
+                self._admit(name, self._known_prompt()),
+                Take(number=0, request=name, pages=draw.randint(1, 3)),
+                Step(number=0, times=self._world.lag + draw.randint(1, 2)),
+                Compute(number=0, request=name),
+            ]
+        if draw.random() < 0.5:
+            entries.append(Step(number=0))
+        return entries
+
+    def _burst(self) -> list[Do]:
+        """More wishes than there are slots."""
+        draw, size = self._draw, self._world.page_size
+        entries: list[Do] = []
+        for _ in range(draw.choice((8, 18, 24))):
+            kinds = [kind for kind in ("insert", "take", "load_back") if self._kinds[kind]]
+            kind = draw.choice(kinds)
+            if kind == "insert":
+                self._num_branches += 1
+                first = self._num_branches * _BRANCH_TOKENS
+                prompt = ((first, first + size),)
+                self._prompts.append(prompt)
+                entries.append(Insert(number=0, request="burst", tokens=prompt))
+            else:
+                entries.append(self._take() if kind == "take" else self._load_back())
+        return entries
+
+    def _admit(self, name: str = "", tokens: Ranges | None = None) -> Do:
+        return Admit(
+            number=0,
+            request=name or self._running(),
+            tokens=self._prompt() if tokens is None else tokens,
+            load=self._draw.random() < 0.6 or tokens is not None,
+            namespace=self._namespace(),
+        )
+
+    def _take(self) -> Do:
+        return Take(number=0, request=self._running(), pages=self._draw.randint(1, 4))
 
     def _evict(self) -> Do:
         tier = self._draw.choice(("device", "device", "host"))
         return Evict(number=0, tier=tier, pages=self._draw.choice((1, 2, 4, 100)))
 
     def _finish(self) -> Do:
-        return Finish(number=0, request=self._request())
+        return Finish(number=0, request=self._ending())
 
     def _abort(self) -> Do:
-        return Abort(number=0, request=self._request())
+        return Abort(number=0, request=self._ending())
 
     def _step(self) -> Do:
         return Step(number=0, times=self._draw.choice((1, 1, 1, 2, 3, 8)))
 
-    def _fault(self) -> Do:
+    def _fault(self, site: str = "") -> Do:
         draw = self._draw
-        site, action = draw.choice(
-            (
-                ("device.reserve", "refuse"),
-                ("host.reserve", "refuse"),
-                ("write", "delay"),
-                ("write", "hang"),
-                ("write", "fail"),
-                ("write", "corrupt"),
-                ("load", "delay"),
-                ("load", "hang"),
-                ("load", "fail"),
-                ("load", "corrupt"),
-                ("scheduler", "late"),
-            )
-        )
+        site = site or draw.choice(list(_FAULTS))
+        action = draw.choice(_FAULTS[site])
         late = action == "late"
         return Fault(
             number=0,
@@ -224,7 +332,7 @@ class _Workload:
             site=site,
             action=action,
             times=1 if late else draw.choice((1, 1, 2, 5, -1)),
-            after=draw.choice((0, 0, 1, 3)),
+            after=draw.choice((0, 0, 0, 1, 3)),
             steps=draw.choice((1, 2, 5, 20)) if action == "delay" else None,
             seconds=draw.choice((0.015, 0.05, 0.3)) if late else None,
         )
@@ -247,11 +355,15 @@ def _first(ranges: Ranges, num_tokens: int) -> Ranges:
 # -- the tails -----------------------------------------------------------------------------------
 
 
+def _ended_requests() -> list[Do]:
+    names = [f"{kind}{index}" for kind in "re" for index in range(_REQUESTS_MAX)]
+    return [Heal(number=0), *(Finish(number=0, request=name) for name in names)]
+
+
 def _draining_tail(world: World) -> list[Do]:
-    finish: list[Do] = [Finish(number=0, request=f"r{index}") for index in range(8)]
     return [
-        Heal(number=0),
-        *finish,
+        *_ended_requests(),
+        Headroom(number=0, pages=0),
         Step(number=0),
         Drain(number=0, max_steps=6 * (world.lag + 2)),
         Step(number=0, times=world.lag + 1),
@@ -270,7 +382,8 @@ def _breaking_tail(draw: random.Random, world: World) -> list[Do]:
     action = draw.choice(list(BREAKING_ACTIONS))
     size = world.page_size
     return [
-        Heal(number=0),
+        *_ended_requests(),
+        Step(number=0, times=world.lag + 1),
         Insert(number=0, request="last", tokens=((0, size),)),
         Drain(number=0, max_steps=200),
         Fault(number=0, rank=rank, site="scheduler", action=action),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from cache.assembly import make_tensors
 from cache.config import CacheConfig
 from cache.content import fill_pages
 from cache.hierarchical_cache import HierarchicalCache
@@ -38,12 +39,11 @@ class Rank:
         locator: Locator,
         journal: Journal,
         beacon: Beacon | None = None,
+        regroup: Callable[[int], Group] | None = None,
         plan_part: PlanPart | None = None,
+        device: str = "cpu",
     ) -> None:
-        self.tensors = {
-            Tier.DEVICE: KVTensors(config.kv_shape, config.device_pages, config.page_size),
-            Tier.HOST: KVTensors(config.kv_shape, config.host_pages, config.page_size),
-        }
+        self.tensors = make_tensors(config, device)
         self.mover = make_mover(self.tensors[Tier.DEVICE], self.tensors[Tier.HOST], plan_part)
         self.cache = HierarchicalCache(
             config,
@@ -55,6 +55,7 @@ class Rank:
             journal=journal,
             locator=locator,
             beacon=beacon,
+            regroup=regroup,
         )
 
     def compute(self, nodes: list[Node], pages: list[int]) -> None:

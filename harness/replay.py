@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from harness.files import write_bytes
 from harness.launch import Launch
 from harness.replay_config import ReplayConfig
 from harness.replay_rank import RankSummary, replay_sim
-from harness.replay_report import ReplayReport, print_report, summarise
+from harness.replay_report import print_report, summarise
 from harness.traces import BLOCK_TOKENS, TraceRequest, read_trace
 
 __all__ = ["replay"]

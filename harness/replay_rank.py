@@ -8,21 +8,19 @@ from pathlib import Path
 
 import msgspec
 
+from cache.assembly import join_replica, make_pools
 from cache.config import CacheConfig
-from cache.hierarchical_cache import StepResult, config_facts, schema_of
-from cache.node import Tier
-from cache.page_pool import PagePool
+from cache.hierarchical_cache import StepResult, schema_of
 from cache.tensors import KVShape
 from cache.transfer import CpuMover, DeferredMover
 from consensus.journal import Journal
-from consensus.membership import Membership
 from consensus.participant import OutcomeKind
 from consensus.store import MemoryStore
 from harness.checkers import Snapshot, snapshot
 from harness.child import RankContext
-from harness.engine import Engine, Totals
 from harness.rank import Rank
 from harness.replay_config import ReplayConfig
+from harness.replay_engine import Engine, Totals
 from harness.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
 from harness.traces import TraceRequest, read_trace
 
@@ -123,33 +121,23 @@ def journal_path(config: ReplayConfig, rank: int) -> Path | None:
     return None if config.journal is None else Path(config.journal) / f"rank{rank}.jsonl"
 
 
-def _pools(config: ReplayConfig, rank: int) -> dict[Tier, PagePool]:
-    return {
-        Tier.DEVICE: PagePool("device", config.device_pages[rank]),
-        Tier.HOST: PagePool("host", config.host_pages[rank]),
-    }
-
-
 def run_rank(context: RankContext, packed: bytes) -> None:
     """One rank over gloo: streams its snapshots to the launcher, the summary last."""
     config = msgspec.msgpack.decode(packed, type=ReplayConfig)
     cached = cache_config(config, context.rank)
-    membership = Membership.join(
+    membership = join_replica(
+        cached,
         context.store_host,
         context.store_port,
         name="replay",
         rank=context.rank,
         ranks=range(config.num_ranks),
-        width=schema_of(cached).width,
-        facts=config_facts(cached),
-        usable={"device": cached.device_pages, "host": cached.host_pages},
-        deadline_s=cached.deadline_s,
     )
     rank = Rank(
         cached,
         group=membership.group,
         store=membership.store,
-        pools=_pools(config, context.rank),
+        pools=make_pools(cached),
         usable=membership.usable,
         make_mover=lambda device, host, plan: CpuMover(device, host, plan_part=plan),
         locator=membership.locator,
@@ -183,20 +171,10 @@ def run_rank(context: RankContext, packed: bytes) -> None:
         for _ in engine.program():
             rank.cache.stepper.pause()
         say(recorder.summary(engine.totals))
-        _leave_together(membership, context)
+        membership.leave(_LEAVE_S)
     finally:
         rank.cache.close()
         membership.close()
-
-
-def _leave_together(membership: Membership, context: RankContext) -> None:
-    """Nobody leaves before all have ended: a connection that closes early breaks a late step."""
-    membership.store.set(f"ended/{context.rank}", b"1")
-    end_s = time.monotonic() + _LEAVE_S
-    while time.monotonic() < end_s:
-        if all(membership.store.get(f"ended/{rank}") for rank in range(context.num_ranks)):
-            return
-        time.sleep(0.02)
 
 
 def replay_sim(
@@ -226,11 +204,12 @@ def replay_sim(
 
 
 def _sim_rank(config: ReplayConfig, rank: int, net: SimNet, store: MemoryStore) -> Rank:
+    cached = cache_config(config, rank)
     return Rank(
-        cache_config(config, rank),
+        cached,
         group=SimGroup(net, rank),
         store=store,
-        pools=_pools(config, rank),
+        pools=make_pools(cached),
         usable={"device": min(config.device_pages), "host": min(config.host_pages)},
         make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
         locator=net,

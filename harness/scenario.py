@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
@@ -16,7 +16,7 @@ from consensus.errors import Misuse
 from consensus.journal import Journal
 from consensus.store import MemoryStore
 from harness.agent import Agent, Observation, Raised, RankRecord
-from harness.checkers import compare
+from harness.checkers import Snapshot, compare
 from harness.faults import FaultBoard, FaultyPool
 from harness.files import write_bytes
 from harness.rank import Rank
@@ -26,13 +26,12 @@ from harness.scenario_model import (
     Do,
     Expect,
     Prefetch,
-    Reset,
     Scenario,
     World,
 )
-from harness.sim import Program, SimBeacon, SimClock, SimGroup, SimNet, run_programs
+from harness.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
 
-__all__ = ["Result", "judge", "make_agent", "run_files", "run_sim", "unsupported", "world_config"]
+__all__ = ["Result", "judge", "run_files", "run_sim", "unsupported", "world_config"]
 
 #: Large enough that two different pages never look alike, small enough for tiny worlds.
 KV_SHAPE = KVShape(2, 1, 8)
@@ -56,10 +55,9 @@ def unsupported(scenario: Scenario) -> str:
         f"mode {world.mode}": world.mode != "write_through",
         "a storage tier": world.storage != "none",
         "side pools": bool(world.side_pools),
-        f"policy {world.policy}": world.policy != "raise",
     }
     for entry in scenario.do:
-        if isinstance(entry, Prefetch | Reset | AttachStorage | DetachStorage):
+        if isinstance(entry, Prefetch | AttachStorage | DetachStorage):
             needs[type(entry).__name__] = True
     return ", ".join(need for need, needed in needs.items() if needed)
 
@@ -72,11 +70,16 @@ def world_config(world: World, rank: int) -> CacheConfig:
         host_pages=world.host_pages[rank],
         kv_shape=KV_SHAPE,
         lag=world.lag,
-        evicts_whole_nodes=True,
+        num_slots=world.num_slots,
+        headroom_pages=world.headroom_pages,
+        load_back_minimum_pages=world.load_back_minimum_pages,
+        evicts_whole_nodes=world.evicts_whole_nodes,
         verifies_copies=True,
         copy_timeout_s=world.copy_timeout_s,
         deadline_s=world.deadline_s,
+        warn_s=world.deadline_s / 2,
         grace_s=min(0.5, world.deadline_s / 2),
+        policy=world.policy,
     )
 
 
@@ -93,19 +96,32 @@ def agreed_pages(world: World) -> dict[str, int]:
     return {"device": min(world.device_pages), "host": min(world.host_pages)}
 
 
-def run_sim(scenario: Scenario, seed: int = 0) -> Result:
-    """Run it in the simulator. Deterministic: the same file and seed give the same events."""
+def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) -> Result:
+    """Run it in the simulator. Deterministic: the same file and seed give the same events.
+
+    ``journals``: the folder where each rank's journal is written.
+    """
     world = scenario.world
     clock = SimClock()
     net = SimNet(world.num_ranks, schema_of(world_config(world, 0)).width, clock)
     store = MemoryStore()
-    agents = [_sim_agent(scenario, rank, net, store) for rank in range(world.num_ranks)]
-    run_programs([agent.program() for agent in agents], net, seed)
+    books = [
+        Journal(rank, path=journals / f"rank{rank}.jsonl" if journals is not None else None)
+        for rank in range(world.num_ranks)
+    ]
+    agents = [_sim_agent(scenario, rank, net, store, books[rank]) for rank in range(len(books))]
+    try:
+        run_programs([agent.program() for agent in agents], net, seed)
+    finally:
+        for book in books:
+            book.close()
     records = [agent.record for agent in agents]
     return Result(scenario.path, scenario.name, "sim", seed, judge(scenario, records), records)
 
 
-def _sim_agent(scenario: Scenario, rank: int, net: SimNet, store: MemoryStore) -> Agent:
+def _sim_agent(
+    scenario: Scenario, rank: int, net: SimNet, store: MemoryStore, journal: Journal
+) -> Agent:
     board = FaultBoard()
     config = world_config(scenario.world, rank)
     real = Rank(
@@ -116,8 +132,9 @@ def _sim_agent(scenario: Scenario, rank: int, net: SimNet, store: MemoryStore) -
         usable=agreed_pages(scenario.world),
         make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
         locator=net,
-        journal=Journal(rank),
+        journal=journal,
         beacon=SimBeacon(net, rank),
+        regroup=lambda epoch: SimGroup(net, rank, epoch),
         plan_part=board.plan_part,
     )
     return Agent(
@@ -135,14 +152,27 @@ def _sim_agent(scenario: Scenario, rank: int, net: SimNet, store: MemoryStore) -
 def judge(scenario: Scenario, records: Sequence[RankRecord]) -> list[str]:
     """Everything that is not as it must be, as readable lines."""
     failures = [line for record in records for line in record.broken]
-    suspended = [r.suspended_from for r in records if r.suspended_from is not None]
-    until = min(suspended, default=1 << 62)
-    failures += compare(snap for r in records for snap in r.snapshots if snap.step < until)
+    failures += compare(_comparable(records))
     for entry in scenario.do:
         failures += _judge_raised(entry, records)
         if isinstance(entry, Expect):
             failures += _judge_expect(entry, records)
     return failures
+
+
+def _comparable(records: Sequence[RankRecord]) -> list[Snapshot]:
+    """Snapshots of steps in which all ranks must agree: not from a rank's own doing on, until that
+    is reported, which ends the epoch."""
+    until: dict[int, int] = {}
+    for record in records:
+        for epoch, step in record.suspended_from.items():
+            until[epoch] = min(step, until.get(epoch, step))
+    return [
+        snap
+        for record in records
+        for snap in record.snapshots
+        if snap.step < until.get(snap.epoch, 1 << 62)
+    ]
 
 
 def _judge_raised(entry: Do, records: Sequence[RankRecord]) -> list[str]:
@@ -224,13 +254,14 @@ def run_files(
     for scenario in scenarios:
         if reason := unsupported(scenario):
             raise Misuse(f"{scenario.path}: this version does not run {reason} yet")
-    run: Callable[[Scenario, int], Result] = run_sim
     if ranks == "gloo":
-        from harness.scenario_gloo import run_gloo  # noqa: PLC0415 - real processes only on demand
+        from harness.scenario_gloo import GlooRanks  # real processes only on demand
 
-        run = run_gloo
+        with GlooRanks() as gloo:
+            results = [gloo.run(scenario, seed) for scenario in scenarios]
+    else:
+        results = [run_sim(scenario, seed) for scenario in scenarios]
     console = Console(highlight=False, soft_wrap=True)
-    results = [run(scenario, seed) for scenario in scenarios]
     for result in results:
         verdict = "[red]FAILS[/red]" if result.failures else "[green]holds[/green]"
         console.print(f"{verdict}  {result.path}  ({result.name})")

@@ -4,66 +4,111 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Self
 
 import msgspec
 
-from cache.hierarchical_cache import config_facts, schema_of
+from cache.assembly import join_replica
 from cache.transfer import CpuMover
-from consensus.errors import InternalError
+from consensus.errors import InternalError, KvpactError
 from consensus.journal import Journal
-from consensus.membership import Membership
-from consensus.store import Store
 from harness.agent import Agent, RankRecord
 from harness.child import RankContext
 from harness.faults import FaultBoard
 from harness.launch import Launch
 from harness.rank import Rank
 from harness.scenario import Result, judge, make_pools, world_config
-from harness.scenario_model import Scenario
+from harness.scenario_model import Fault, Scenario
 
-__all__ = ["run_gloo", "run_rank"]
+__all__ = ["GlooRanks", "run_gloo", "run_rank", "serve"]
 
-_TARGET = "harness.scenario_gloo:run_rank"
+_TARGET = "harness.scenario_gloo:serve"
+#: Between two scenarios a rank waits at most so long for the next.
+_IDLE_S = 3600.0
 _COPIES_S = 10.0
 
 
 def run_gloo(scenario: Scenario, seed: int = 0) -> Result:
-    """Run it with real processes; what they saw is judged like a simulated run."""
-    world = scenario.world
-    num_ranks = world.num_ranks
-    limit_s = 60.0 + 20 * world.deadline_s + _steps(scenario) * world.step_ms / 1000
-    args = [msgspec.msgpack.encode(scenario)] * num_ranks
-    with Launch(_TARGET, num_ranks, args, deadline_s=limit_s, grace_s=limit_s / 2) as launch:
-        report = launch.join()
-    records: list[RankRecord] = []
-    failures: list[str] = []
-    for rank in report.ranks:
-        if rank.messages:
-            records.append(msgspec.convert(rank.messages[-1], RankRecord))
-        if rank.error is not None:
-            failures.append(f"rank {rank.rank} raised {rank.error}")
-        elif rank.ended != "returned" and not (records and records[-1].left_at):
-            failures.append(f"rank {rank.rank} {rank.ended} (exit code {rank.exit_code})")
-            failures += rank.output.splitlines()[-20:]
-    failures += judge(scenario, records)
-    return Result(scenario.path, scenario.name, "gloo", seed, failures, records)
+    """Run it with real processes of its own; what they saw is judged like a simulated run."""
+    with GlooRanks() as ranks:
+        return ranks.run(scenario, seed)
 
 
-def run_rank(context: RankContext, packed: bytes) -> None:
-    """One rank: the agent's program, blocking where it has to wait."""
-    scenario = msgspec.msgpack.decode(packed, type=Scenario)
+class GlooRanks:
+    """Rank processes that run one scenario after another: starting one takes seconds.
+
+    Each scenario gets a store namespace, a group and a cache of its own. The processes start with
+    the first scenario of their number, and anew after a scenario that ended one of them.
+    """
+
+    def __init__(self) -> None:
+        self._launches: dict[int, Launch] = {}
+        self._num_run = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for num_ranks in list(self._launches):
+            self._end(num_ranks)
+
+    def run(self, scenario: Scenario, seed: int = 0) -> Result:
+        """Run one scenario and judge it; see :func:`run_gloo`."""
+        world = scenario.world
+        limit_s = 60.0 + 20 * world.deadline_s + _steps(scenario) * world.step_ms / 1000
+        launch = self._launches.get(world.num_ranks)
+        if launch is None:
+            launch = self._launches[world.num_ranks] = Launch(_TARGET, world.num_ranks).__enter__()
+        self._num_run += 1
+        packed = msgspec.msgpack.encode(scenario)
+        for rank in range(world.num_ranks):
+            launch.send(rank, [f"scenario{self._num_run}", packed])
+        records: list[RankRecord] = []
+        failures: list[str] = []
+        for rank in range(world.num_ranks):
+            wait_s = limit_s if not failures else 4 * world.deadline_s + 10.0
+            record = self._receive(launch, rank, wait_s, failures)
+            if record is not None:
+                records.append(record)
+        if failures or _ends_a_rank(scenario):
+            self._end(world.num_ranks)
+        failures += judge(scenario, records)
+        return Result(scenario.path, scenario.name, "gloo", seed, failures, records)
+
+    def _receive(
+        self, launch: Launch, rank: int, limit_s: float, failures: list[str]
+    ) -> RankRecord | None:
+        """What ``rank`` saw; where it says nothing, or something else, a failure says so."""
+        try:
+            return msgspec.convert(launch.receive(rank, limit_s), RankRecord)
+        except KvpactError as error:
+            failures.append(f"rank {rank} did not report: {error}")
+        except Exception as error:  # noqa: BLE001 - raised by the rank: whatever it is, it failed
+            failures.append(f"rank {rank} raised {type(error).__name__}: {error}")
+        return None
+
+    def _end(self, num_ranks: int) -> None:
+        self._launches.pop(num_ranks).__exit__(None, None, None)
+
+
+def serve(context: RankContext, _: object) -> None:
+    """One rank's process: runs what the launcher sends, until the launcher ends it."""
+    while True:
+        name, packed = context.receive(_IDLE_S)
+        run_rank(context, name, msgspec.msgpack.decode(packed, type=Scenario))
+
+
+def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
+    """One scenario on one rank: the agent's program, blocking where it has to wait."""
     world = scenario.world
     config = world_config(world, context.rank)
-    membership = Membership.join(
+    membership = join_replica(
+        config,
         context.store_host,
         context.store_port,
-        name="scenario",
+        name=name,
         rank=context.rank,
         ranks=range(world.num_ranks),
-        width=schema_of(config).width,
-        facts=config_facts(config),
-        usable={"device": config.device_pages, "host": config.host_pages},
-        deadline_s=world.deadline_s,
     )
     board = FaultBoard()
     real = Rank(
@@ -76,6 +121,7 @@ def run_rank(context: RankContext, packed: bytes) -> None:
         locator=membership.locator,
         journal=Journal(context.rank),
         beacon=membership.watch,
+        regroup=membership.regroup,
         plan_part=board.plan_part,
     )
 
@@ -94,19 +140,13 @@ def run_rank(context: RankContext, packed: bytes) -> None:
         else:
             real.cache.stepper.pause()
     context.send(msgspec.to_builtins(agent.record))
-    _wait_for_all(membership.store, context.rank, scenario)
+    membership.leave(4 * world.deadline_s + 5.0)
     real.cache.close()
-    membership.close()
-
-
-def _wait_for_all(store: Store, rank: int, scenario: Scenario) -> None:
-    """Nobody leaves before all have ended, or their connections break under those who still step."""
-    store.set(f"ended/{rank}", b"1")
-    end_s = time.monotonic() + 4 * scenario.world.deadline_s + 5.0
-    ranks = range(scenario.world.num_ranks)
-    while time.monotonic() < end_s and not all(store.get(f"ended/{r}") for r in ranks):
-        time.sleep(0.02)
 
 
 def _steps(scenario: Scenario) -> int:
     return sum(getattr(entry, "times", 0) + getattr(entry, "max_steps", 0) for entry in scenario.do)
+
+
+def _ends_a_rank(scenario: Scenario) -> bool:
+    return any(isinstance(entry, Fault) and entry.action == "exit" for entry in scenario.do)

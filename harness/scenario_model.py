@@ -23,7 +23,9 @@ __all__ = [
     "SCHEDULER_ACTIONS",
     "STORAGE_ACTIONS",
     "Abort",
+    "Admit",
     "AttachStorage",
+    "Compute",
     "DetachStorage",
     "Do",
     "Drain",
@@ -32,6 +34,8 @@ __all__ = [
     "Expect",
     "Fault",
     "Finish",
+    "Free",
+    "Headroom",
     "Heal",
     "Insert",
     "LoadBack",
@@ -42,6 +46,7 @@ __all__ = [
     "Scenario",
     "SidePool",
     "Step",
+    "Take",
     "World",
     "actions",
     "expand",
@@ -73,7 +78,7 @@ COUNTERS: Final = (
     "stalls",
     "resets",
 )
-POOL_ACTIONS: Final = ("refuse",)
+POOL_ACTIONS: Final = ("refuse", "short")  # short: one page less than asked for
 COPY_ACTIONS: Final = ("delay", "hang", "fail", "corrupt")
 STORAGE_ACTIONS: Final = {
     "storage.put": ("delay", "hang", "fail"),
@@ -108,6 +113,11 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     deadline_s: Seconds = 5.0
     step_ms: Seconds = 10.0
     copy_timeout_s: Seconds = 30.0
+    # Knobs of the cache beyond the format's own; the fuzzer draws them.
+    num_slots: Annotated[int, msgspec.Meta(ge=16, le=4096)] = 256
+    headroom_pages: Amount = 0
+    load_back_minimum_pages: Count = 1
+    evicts_whole_nodes: bool = True
     side_pools: tuple[SidePool, ...] = msgspec.field(default=(), name="side_pool")
 
     @property
@@ -149,6 +159,7 @@ class Insert(Entry, frozen=True, kw_only=True, tag="insert"):
     request: Name
     tokens: Ranges
     hold: bool = False
+    namespace: str = ""
 
 
 class LoadBack(Entry, frozen=True, kw_only=True, tag="load_back"):
@@ -156,6 +167,7 @@ class LoadBack(Entry, frozen=True, kw_only=True, tag="load_back"):
 
     request: Name
     tokens: Ranges
+    namespace: str = ""
 
 
 class Prefetch(Entry, frozen=True, kw_only=True, tag="prefetch"):
@@ -182,6 +194,42 @@ class Abort(Entry, frozen=True, kw_only=True, tag="abort"):
     """The request is aborted in whatever state it is."""
 
     request: Name
+
+
+class Admit(Entry, frozen=True, kw_only=True, tag="admit"):
+    """The engine's own path: match the prompt and pin what of it is on DEVICE; with ``load`` ask
+    for what is on HOST. The request lives until ``finish`` or ``abort``."""
+
+    request: Name
+    tokens: Ranges
+    load: bool = False
+    namespace: str = ""
+
+
+class Take(Entry, frozen=True, kw_only=True, tag="take"):
+    """An admitted request wants so many pages: out of the headroom, or by a ticket."""
+
+    request: Name
+    pages: Count
+
+
+class Compute(Entry, frozen=True, kw_only=True, tag="compute"):
+    """An admitted request computes its prompt as far as its pages reach, and inserts that."""
+
+    request: Name
+
+
+class Free(Entry, frozen=True, kw_only=True, tag="free"):
+    """An admitted request gives back up to so many of its own pages."""
+
+    request: Name
+    pages: Count
+
+
+class Headroom(Entry, frozen=True, kw_only=True, tag="headroom"):
+    """So many pages shall be kept voted for what is taken at once."""
+
+    pages: Amount
 
 
 class Step(Entry, frozen=True, kw_only=True, tag="step"):
@@ -249,6 +297,11 @@ Do = (
     | Evict
     | Finish
     | Abort
+    | Admit
+    | Take
+    | Compute
+    | Free
+    | Headroom
     | Step
     | Drain
     | Reset

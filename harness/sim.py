@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 from consensus.epoch import LastSeen
 from consensus.errors import Misuse, PeerLost
 from consensus.group import Work
+from consensus.step import PAUSED
 
 __all__ = ["Pause", "Program", "SimClock", "SimGroup", "SimNet", "run_programs"]
 
 Vector = NDArray[np.int64]
+#: Which collective: the epoch of its group, and how many that group had before.
+Index = tuple[int, int]
 
 #: How far the clock moves at most while everyone waits: a rank looks around as often as a real one.
 SLICE_S = 0.05
@@ -62,10 +65,10 @@ class SimNet:
         self.clock = clock
         self.changes = 0
         self.dead: list[int] = []
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[Index, _Call] = {}
         self._places: dict[int, tuple[int, str, float]] = {}
 
-    def put(self, rank: int, index: int, vector: Vector) -> None:
+    def put(self, rank: int, index: Index, vector: Vector) -> None:
         """The ``index``-th call of ``rank``."""
         call = self._calls.setdefault(index, _Call())
         call.vectors[rank] = vector
@@ -74,14 +77,14 @@ class SimNet:
             call.result = np.minimum.reduce([call.vectors[r] for r in sorted(call.vectors)])
             call.result.flags.writeable = False
 
-    def take(self, index: int) -> Vector | None:
+    def take(self, index: Index) -> Vector | None:
         """The result of the ``index``-th call. Raises :class:`PeerLost` where it cannot come."""
         call = self._calls[index]
         if call.result is None and any(rank not in call.vectors for rank in self.dead):
             raise PeerLost("the connection was closed by a peer", ranks=tuple(self.dead))
         return call.result
 
-    def forget(self, index: int) -> None:
+    def forget(self, index: Index) -> None:
         """One rank has read the result; the last one frees it."""
         call = self._calls[index]
         call.num_read += 1
@@ -102,6 +105,10 @@ class SimNet:
     def is_gone(self, rank: int) -> bool:
         """Whether its process has ended."""
         return rank in self.dead
+
+    def is_paused(self, rank: int) -> bool:
+        """Whether it said that it pauses."""
+        return rank in self._places and self._places[rank][1].startswith(PAUSED)
 
     def last_seen(self, rank: int) -> LastSeen | None:
         """Where it was last."""
@@ -124,11 +131,13 @@ class SimBeacon:
 
 
 class SimGroup:
-    """One simulated rank's group (:class:`consensus.group.Group`)."""
+    """One simulated rank's group (:class:`consensus.group.Group`), new in each ``epoch``."""
 
-    def __init__(self, net: SimNet, rank: int) -> None:
+    def __init__(self, net: SimNet, rank: int, epoch: int = 0) -> None:
+        self._epoch = epoch
         self.rank = rank
         self.size = net.size
+        self.ranks = tuple(range(net.size))
         self.width = net.width
         self._net = net
         self._num_calls = 0
@@ -140,7 +149,7 @@ class SimGroup:
             raise Misuse("the group is closed: form a new one")
         if vector.dtype != np.int64 or vector.shape != (self.width,):
             raise Misuse(f"the group reduces int64 ({self.width},), got {vector.shape}")
-        index = self._num_calls
+        index = (self._epoch, self._num_calls)
         self._num_calls += 1
         self._net.put(self.rank, index, vector.copy())
         return _SimWork(self._net, index)
@@ -159,7 +168,7 @@ class _SimWork:
 
     __slots__ = ("_index", "_net", "_result")
 
-    def __init__(self, net: SimNet, index: int) -> None:
+    def __init__(self, net: SimNet, index: Index) -> None:
         self._net = net
         self._index = index
         self._result: Vector | None = None

@@ -105,8 +105,8 @@ class GlooBench:
 
 
 def run_scenarios(context: RankContext, args: Any) -> None:
-    for serial in range(1_000):
-        name = context.receive(100.0)
+    for _ in range(1_000):
+        name, serial = context.receive(100.0)
         if name == "end":
             return
         context.send(globals()[name](GlooBench(context, name, serial)))
@@ -117,24 +117,28 @@ class GlooCrew:
 
     def __init__(self) -> None:
         self._ranks = Launch(f"{__name__}:run_scenarios", NUM_RANKS, deadline_s=110.0)
+        self._serial = 0
 
     def __enter__(self) -> Self:
         self._ranks.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._ranks:
+        try:
             for rank in range(NUM_RANKS):
                 with contextlib.suppress(KvpactError):
-                    self._ranks.send(rank, "end")
+                    self._ranks.send(rank, ["end", 0])
             report = self._ranks.join()
+        finally:
+            self._ranks.__exit__(None, None, None)
         assert [rank.exit_code for rank in report.ranks] == [0] * NUM_RANKS, report
 
     def run(self, scenario: Callable[[Any], Any], ranks: Sequence[int] = ()) -> list[Any]:
         members = list(ranks) or list(range(NUM_RANKS))
+        self._serial += 1
         for rank in members:
-            self._ranks.send(rank, scenario.__name__)
-        return [self._ranks.receive(rank, 40.0) for rank in members]
+            self._ranks.send(rank, [scenario.__name__, self._serial])
+        return [self._ranks.receive(rank, 90.0) for rank in members]
 
 
 CREWS: dict[str, Callable[[], contextlib.AbstractContextManager[Crew]]] = {"gloo": GlooCrew}
@@ -271,7 +275,7 @@ def late_rank(bench: Bench) -> Any:
     assert not work.done()
     bench.reach("waited")
     right = work.wait(LONG_S) and bool((work.result() == _expected([0, 1], 0)).all())
-    assert max(waits_s) < 0.5, waits_s
+    assert max(waits_s) < 5.0, waits_s
     return [right, _is_right(group, [0, 1], 1)]
 
 
@@ -301,7 +305,7 @@ def never_comes(bench: Bench) -> Any:
 
 
 def close_with_outstanding(bench: Bench) -> Any:
-    group = bench.form([0, 1], name="first", timeout_s=1.0)
+    group = bench.form([0, 1], name="first", timeout_s=2.0)
     took_s = 0.0
     if bench.rank == 0:
         works = [group.min(_vector(0, round_)) for round_ in range(3)]
@@ -368,12 +372,12 @@ def test_a_late_rank_costs_a_bounded_wait_and_nothing_else(crew: Crew) -> None:
 
 def test_a_rank_that_never_comes_is_lost_at_the_groups_timeout(crew: Crew) -> None:
     took_s, _ = crew.run(never_comes, [0, 1])
-    assert 0.3 < took_s < 3.0
+    assert 0.3 < took_s < LONG_S / 2
 
 
 def test_close_with_outstanding_works_blocks_nobody(crew: Crew) -> None:
     took_s, _ = crew.run(close_with_outstanding, [0, 1])
-    assert took_s < 0.5
+    assert took_s < 1.5  # 5 ms; the release itself waits for the group's timeout of 2 s
 
 
 def test_collectives_in_flight_have_a_limit(crew: Crew) -> None:
@@ -419,12 +423,12 @@ def _all_lost(works: Sequence[Any]) -> None:
     for work in works:
         with pytest.raises(PeerLost):
             work.wait(LONG_S)
-    assert time.monotonic() - began_s < 2.0  # 3 ms alone; the group's timeout is 20 s
+    assert time.monotonic() - began_s < LONG_S / 2  # 3 ms on an idle machine
 
 
 def test_stopped_and_killed_ranks() -> None:
     with Launch(f"{__name__}:meet_signals", 3, grace_s=LONG_S) as ranks:
-        assert [ranks.receive(rank, 40.0) for rank in range(3)] == ["formed"] * 3
+        assert [ranks.receive(rank, 90.0) for rank in range(3)] == ["formed"] * 3
         ranks.signal(2, signal.SIGSTOP)
         for rank in range(3):
             ranks.send(rank, "rank 2 is stopped")
@@ -446,9 +450,9 @@ def test_stopped_and_killed_ranks() -> None:
 
 
 def leave_untidily(context: RankContext, args: Any) -> None:
-    """Return with a collective in flight, in an open or a closed group, and a hanging store call."""
+    """Return with a collective in flight, in an open or closed group, and a hanging store call."""
     bench = GlooBench(context, "untidy", 0)
-    groups = [bench.form([0, 1], name=str(number)) for number in range(2)]
+    groups = [bench.form([0, 1], name=str(number), timeout_s=80.0) for number in range(2)]
     groups[bench.rank].min(_vector(bench.rank, 0))
     bench.reach("posted")
     bench.until("posted", 1 - bench.rank)
@@ -460,14 +464,18 @@ def leave_untidily(context: RankContext, args: Any) -> None:
     with pytest.raises(StoreSilent):
         store.get("a")
     globals()["kept"] = (groups, deaf)  # until the interpreter ends
+    context.send("leaving")
 
 
 def test_the_end_of_a_process_waits_for_no_peer_and_is_no_crash() -> None:
-    with Launch(f"{__name__}:leave_untidily", 2, deadline_s=60.0) as ranks:
+    with Launch(f"{__name__}:leave_untidily", 2, deadline_s=100.0) as ranks:
+        assert [ranks.receive(rank, 90.0) for rank in range(2)] == ["leaving"] * 2
+        began_s = time.monotonic()
         report = ranks.join()
+        took_s = time.monotonic() - began_s
     assert report.results() == [None, None]
     assert [rank.exit_code for rank in report.ranks] == [0, 0], report.ranks[0].output
-    assert report.duration_s < LONG_S  # what a release in C++ would have waited for
+    assert took_s < 40.0  # about 3 s; destroying a group would wait for its timeout of 80 s
 
 
 # ------------------------------------------------------------------- gloo: forming, in one process
@@ -519,7 +527,6 @@ def test_forming_again_and_again_leaves_nothing_in_the_store(served: tuple[Any, 
             assert isinstance(group, GlooGroup)
             group.close()
     assert janitor.drain(10.0)
-    # A group keeps its first rank's keys until that rank has deleted them, which it has.
     assert sorted(server.list_keys()) == before
 
 
@@ -527,7 +534,7 @@ def test_forming_again_and_again_leaves_nothing_in_the_store(served: tuple[Any, 
 def test_a_rank_that_does_not_come_to_a_new_group_is_named(served: tuple[Any, int]) -> None:
     began_s = time.monotonic()
     errors = _form_in_threads(served[1], "absent", [4, 4], 3, 0.5)
-    assert time.monotonic() - began_s < 3.0
+    assert time.monotonic() - began_s < LONG_S / 2
     for error in errors:
         assert isinstance(error, PeerLost)
         assert error.ranks == (2,)

@@ -44,7 +44,7 @@ def store(request: pytest.FixtureRequest, port: int) -> Iterator[Store]:
 def test_get_set_delete(store: Store) -> None:
     began_s = time.monotonic()
     assert store.get("a") is None
-    assert time.monotonic() - began_s < 1.0  # an absent key is not waited for
+    assert time.monotonic() - began_s < 1.5  # an absent key is not waited for
     store.set("a", _TEXT)
     assert store.get("a") == _TEXT
     store.set("a", b"")
@@ -200,7 +200,7 @@ def _silent_within(call: Callable[[], object], address: str, bound_s: float) -> 
 @pytest.mark.ranks
 def test_a_stopped_host_is_silent_within_the_bound_and_comes_back() -> None:
     with Launch(f"{__name__}:serve", 1, grace_s=0.1, serve_store=False) as host:
-        number: int = host.receive(0, 30.0)
+        number: int = host.receive(0, 90.0)
         address = f"127.0.0.1:{number}"
         tcp = TcpStore("127.0.0.1", number, call_timeout_s=0.3)
         tcp.set("a", b"1")
@@ -217,7 +217,7 @@ def test_a_stopped_host_is_silent_within_the_bound_and_comes_back() -> None:
         ]
         assert len(calls) > MAX_LINES
         for call in calls:
-            _silent_within(call, address, 1.0)
+            _silent_within(call, address, 5.0)
         host.signal(0, signal.SIGCONT)
         end_s = time.monotonic() + 10.0
         value: bytes | None = None
@@ -230,7 +230,7 @@ def test_a_stopped_host_is_silent_within_the_bound_and_comes_back() -> None:
         host.signal(0, signal.SIGKILL)
         assert host.join().ranks[0].exit_code == -signal.SIGKILL
         for _ in range(MAX_LINES + 1):
-            _silent_within(lambda: tcp.get("a"), address, 1.0)
+            _silent_within(lambda: tcp.get("a"), address, 5.0)
         tcp.close()
 
 
@@ -239,6 +239,6 @@ def test_a_host_that_is_not_there_is_named() -> None:
         free.bind(("127.0.0.1", 0))
         number: int = free.getsockname()[1]
     tcp = TcpStore("127.0.0.1", number, call_timeout_s=0.2)
-    _silent_within(lambda: tcp.get("a"), f"127.0.0.1:{number}", 1.0)
-    _silent_within(lambda: open_tcp_store("127.0.0.1", number, 0.2), f"127.0.0.1:{number}", 1.0)
+    _silent_within(lambda: tcp.get("a"), f"127.0.0.1:{number}", 5.0)
+    _silent_within(lambda: open_tcp_store("127.0.0.1", number, 0.2), f"127.0.0.1:{number}", 5.0)
     tcp.close()

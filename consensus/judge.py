@@ -1,0 +1,226 @@
+"""What happened, from the reports that are there: who is named, and what follows. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from consensus.ballot import HEADER_FIELDS
+from consensus.journal import first_difference
+from consensus.report import LastSeen, Policy, Report, Seal, SealedError
+
+__all__ = ["judge"]
+
+_RAISE = Policy()
+#: A difference in one of these leaves every rank at the same place of its loop.
+_RESETTABLE = ("fingerprint", "live")
+
+
+def judge(
+    reports: Mapping[int, Report],
+    missing: Mapping[int, LastSeen | None],
+    *,
+    epoch: int,
+    policy: Policy = _RAISE,
+) -> Seal:
+    """The seal that these reports amount to; ``missing`` ranks filed none and were last seen there.
+
+    Divergence is named before a broken rank, that before a stall, because a stall is often the
+    consequence. The seal carries all verdicts that are held: a missing rank may lack any of them.
+    """
+    through = max((report.settled for report in reports.values()), default=0)
+    verdicts = {
+        step: vector
+        for report in reports.values()
+        for step, vector in report.held.items()
+        if step <= through
+    }
+    causes = {report.cause for report in reports.values()}
+    if "mismatch" in causes:
+        error = _divergence(reports, missing, epoch)
+    elif "broken" in causes:
+        error = _broken(reports, epoch)
+    else:
+        error = _stall(reports, missing, epoch)
+    then = "raise" if missing else _then(error, reports, policy)
+    lost = () if then in ("raise", "observe") else _lost(reports)
+    return Seal(error, through, verdicts, then, lost)
+
+
+def _then(error: SealedError, reports: Mapping[int, Report], policy: Policy) -> str:
+    """A reset is no cure for a rank whose loop is at another place than the others'."""
+    if error.kind != "Divergence" or error.field not in _RESETTABLE:
+        return "raise"
+    if policy.kind == "observe":
+        return "observe"
+    if max(report.num_resets for report in reports.values()) >= policy.max_resets:
+        return "raise"
+    if policy.kind == "detach":
+        # The device tier can only be kept where it is the same everywhere.
+        return "detach" if len({report.kept for report in reports.values()}) == 1 else "reset"
+    return policy.kind
+
+
+def _lost(reports: Mapping[int, Report]) -> tuple[str, ...]:
+    names = {name for report in reports.values() for name in report.live}
+    return tuple(
+        name
+        for name in sorted(names)
+        if len({report.live.get(name) for report in reports.values()}) > 1
+    )
+
+
+def _divergence(
+    reports: Mapping[int, Report], missing: Mapping[int, LastSeen | None], epoch: int
+) -> SealedError:
+    at_step = min(report.at_step for report in reports.values() if report.cause == "mismatch")
+    # Where a collective was skipped, ranks saw the mismatch at different steps of their own.
+    looked_at = {
+        rank: report.at_step if report.cause == "mismatch" else at_step
+        for rank, report in sorted(reports.items())
+    }
+    headers = {
+        rank: reports[rank].headers[step]
+        for rank, step in looked_at.items()
+        if step in reports[rank].headers
+    }
+    for name in HEADER_FIELDS:
+        values = {rank: int(getattr(header, name)) for rank, header in headers.items()}
+        if len(set(values.values())) > 1:
+            return _differ(name, values, reports, epoch, at_step)
+    # Those who report agree with one another, so it is the others who differ.
+    ranks = tuple(sorted(missing))
+    who = _ranks(ranks) if ranks else "somebody else in the group"
+    return SealedError(
+        kind="Divergence",
+        message=f"{who} posted another ballot than everyone else",
+        ranks=ranks,
+        epoch=epoch,
+        step=at_step,
+    )
+
+
+def _differ(
+    name: str, values: dict[int, int], reports: Mapping[int, Report], epoch: int, at_step: int
+) -> SealedError:
+    majority, minority = _vote(values)
+    is_tied = len(majority) <= len(minority)
+    named = sorted(values) if is_tied else minority
+    ours, theirs = values[majority[0]], values[minority[0]]
+    message = f"{_ranks(named)} {'differs' if len(named) == 1 else 'differ'} in {name}:"
+    message += f" {theirs} instead of {ours}"
+    if is_tied:
+        message += f"; {len(values)} ranks without a majority cannot tell who is right"
+    story: list[str] = []
+    if name in _RESETTABLE:
+        story = _first_difference(reports, majority[0], minority[0])
+    return SealedError(
+        kind="Divergence",
+        message=message,
+        ranks=tuple(named),
+        epoch=epoch,
+        step=at_step,
+        story=tuple(story),
+        field=name,
+        ours=ours,
+        theirs=theirs,
+    )
+
+
+def _vote(values: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """Ranks that hold the most common value, and the others; ties go to the lowest rank's."""
+    counts = Counter(values[rank] for rank in sorted(values))
+    common = max(counts, key=lambda value: (counts[value], -_first_rank(values, value)))
+    return (
+        [rank for rank in sorted(values) if values[rank] == common],
+        [rank for rank in sorted(values) if values[rank] != common],
+    )
+
+
+def _first_rank(values: Mapping[int, int], value: int) -> int:
+    return min(rank for rank, other in values.items() if other == value)
+
+
+def _first_difference(reports: Mapping[int, Report], ours: int, theirs: int) -> list[str]:
+    left, right = first_difference(reports[ours].tail, reports[theirs].tail)
+    if left is None and right is None:
+        return ["the first difference is older than the journals that were kept"]
+    story = ["first decision that differs:"]
+    for rank, entry in ((ours, left), (theirs, right)):
+        story.append(f"  rank {rank}: {entry if entry is not None else 'no such decision'}")
+    subjects = {value for entry in (left, right) if entry is not None for value in entry.values}
+    earlier = [
+        f"  {entry}"
+        for entry in reports[ours].tail
+        if subjects & set(entry.values) and (left is None or entry.index < left.index)
+    ]
+    return story + (["what led there:", *earlier[-6:]] if earlier else [])
+
+
+def _broken(reports: Mapping[int, Report], epoch: int) -> SealedError:
+    report = min(
+        (report for report in reports.values() if report.cause == "broken"),
+        key=lambda report: (report.at_step, report.rank),
+    )
+    own = reports.get(report.broken_rank)
+    detail = own.detail if own is not None and own.detail else "an exception"
+    return SealedError(
+        kind="PeerError",
+        message=f"rank {report.broken_rank} could not take part in the step: {detail}",
+        ranks=(report.broken_rank,),
+        epoch=epoch,
+        step=report.at_step,
+    )
+
+
+def _stall(
+    reports: Mapping[int, Report], missing: Mapping[int, LastSeen | None], epoch: int
+) -> SealedError:
+    # Who was asked says where it is itself, not what the others wait for.
+    waited_for = [report.at_step for report in reports.values() if report.cause != "asked"]
+    at_step = min(waited_for or [report.at_step for report in reports.values()])
+    late: list[int] = []
+    if any(report.cause in ("waited", "late") for report in reports.values()):
+        late = [
+            rank
+            for rank, report in sorted(reports.items())
+            if report.cause == "late" or report.posted < at_step
+        ]
+    named = sorted({*missing, *late})
+    if not named:
+        return SealedError(
+            kind="PeerLost",
+            message="the connection between the ranks broke, though all of them are there",
+            ranks=(),
+            epoch=epoch,
+            step=at_step,
+        )
+    gone = [rank for rank, seen in sorted(missing.items()) if seen is not None and seen.dead]
+    absent = [rank for rank in sorted(missing) if rank not in gone]
+    first = missing.get((gone or absent or named)[0])
+    whats = ((gone, "ended"), (absent, "did not come"), (late, "came too late"))
+    what = ", ".join(f"{_ranks(ranks)} {verb}" for ranks, verb in whats if ranks)
+    return SealedError(
+        kind="RankStalled",
+        message=f"{what}: nobody can wait any longer for step {at_step}",
+        ranks=tuple(named),
+        epoch=epoch,
+        step=at_step,
+        story=tuple(line for rank in sorted(missing) for line in _last_seen(rank, missing[rank])),
+        phase=first.phase if first is not None else "",
+        waited_s=max(report.waited_s for report in reports.values()),
+        dead=bool(gone),
+    )
+
+
+def _last_seen(rank: int, seen: LastSeen | None) -> Sequence[str]:
+    if seen is None:
+        return [f"rank {rank} was never seen"]
+    state = "its process is gone" if seen.dead else "its process is there"
+    where = f"at step {seen.step}, {seen.phase}, for {seen.since_s:.1f} s"
+    stack = [f"  {line}" for line in seen.stack.splitlines()]
+    return [f"rank {rank} was last seen {where}; {state}", *stack]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)

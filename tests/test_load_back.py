@@ -1,0 +1,423 @@
+"""Load-backs: the same length on all ranks, elastic, and void everywhere where one rank failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.mover import PartPlan
+from cache.node import Residency, Tier
+from cache.ticket import TicketState
+from cache.transfer import DeferredMover
+from consensus.participant import OutcomeKind
+from tests.cache_world import World, outcome
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+PENDING, READY, REFUSED = TicketState.PENDING, TicketState.READY, TicketState.REFUSED
+LAGS = pytest.mark.parametrize("lag", [0, 1, 2])
+
+
+def make_world(text: str = "abcd", **config: object) -> World:
+    world = World(**config)  # type: ignore[arg-type]
+    world.host_only(text)
+    return world
+
+
+def take(world: World, rank: int, num_pages: int) -> list[int]:
+    """Pages of one rank vanish, without a word to anybody."""
+    world.checks = False
+    pages = world.caches[rank].tiers.pools[DEVICE].reserve(num_pages)
+    assert pages is not None
+    return pages
+
+
+def give_back(world: World, rank: int, pages: list[int]) -> None:
+    world.caches[rank].tiers.pools[DEVICE].free(pages)
+    world.checks = True
+
+
+@LAGS
+def test_loaded_and_the_same_everywhere(lag: int) -> None:
+    world = make_world(lag=lag)
+    tickets = world.load("abcd")
+    for _ in range(lag):
+        world.step()
+        assert outcome(tickets)[0] is PENDING
+        assert world.peek("abcd")["device"] == 0
+    world.step()
+    assert outcome(tickets) == (READY, 4)
+    assert world.peek("abcd")["device"] == 4
+    assert world.node("abcd").device.state is Residency.COPYING
+    world.drain()
+    assert world.pinned() == {DEVICE: 4, HOST: 0}  # the request holds it
+    assert world.same(lambda cache: cache.report("load").host_hit_pages) == 4
+    world.finish("load")
+    world.is_empty()
+
+
+@LAGS
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_the_length_is_the_least_that_any_rank_could(lag: int, left: int) -> None:
+    world = make_world(lag=lag)
+    pages = take(world, 1, 16 - left)
+    tickets = world.load("abcd")
+    world.step_all(1 + lag)
+    assert outcome(tickets) == ((READY, left) if left else (REFUSED, 0))
+    world.step_all(2 + lag)
+    give_back(world, 1, pages)
+    world.check()
+    assert world.peek("abcd") == {"device": left, "host": 4, "usable": 4}
+    world.finish("load")
+    world.is_empty()
+
+
+def test_pages_max_and_minimum() -> None:
+    world = make_world(load_back_minimum_pages=3)
+    assert outcome(world.load("abcd", "short", pages_max=2)) == (REFUSED, 0)
+    assert "too short" in world.load("abcd", "short", pages_max=2)[0].why
+    tickets = world.load("abcd", "enough", pages_max=3)
+    world.drain()
+    assert outcome(tickets) == (READY, 3)
+    world.finish("short")
+    world.finish("enough")
+
+
+def test_below_the_minimum_on_one_rank_nobody_loads() -> None:
+    world = make_world(load_back_minimum_pages=3)
+    pages = take(world, 0, 14)
+    tickets = world.load("abcd")
+    world.step_all(3)
+    give_back(world, 0, pages)
+    assert outcome(tickets) == (REFUSED, 0)
+    assert world.peek("abcd")["device"] == 0
+    world.finish("load")
+    world.is_empty()
+
+
+def test_nothing_to_load() -> None:
+    world = World()
+    world.store("abcd")
+    assert outcome(world.load("abcd")) == (REFUSED, 0)
+    assert outcome(world.load("xy", "other")) == (REFUSED, 0)
+    assert not world.caches[0].has_pending()
+    assert world.pinned()[DEVICE] == 4
+    world.finish("load")
+    world.finish("other")
+
+
+def test_room_is_made_for_it_before_it_is_voted() -> None:
+    world = World(device_pages=6)
+    world.host_only("abcd")
+    world.store("uvwx")
+    tickets = world.load("abcd")
+    assert world.peek("uvwx")["device"] == 2
+    world.drain()
+    assert outcome(tickets) == (READY, 4)
+    world.finish("load")
+
+
+@LAGS
+def test_source_and_base_are_pinned_until_it_has_ended(lag: int) -> None:
+    world = World(lag=lag)
+    world.store("abcd")
+    assert world.evict(DEVICE, 2) == 2
+    world.fault(0, "load", "delay", steps=4)
+    world.load("abcd")
+    world.abort("load")  # the request is over: what it asked for is withdrawn
+    world.drain()
+    world.is_empty()
+
+    tickets = world.load("abcd", "again")
+    world.step_all(1 + lag)
+    assert outcome(tickets) == (READY, 2)
+    world.finish("again")  # nobody needs it any more, but the copy runs
+    assert world.pinned() == {DEVICE: 4, HOST: 2}
+    assert world.evict(HOST, 9) == 0
+    assert world.evict(DEVICE, 9) == 0
+    world.drain()
+    world.is_empty()
+
+
+@LAGS
+def test_two_requests_share_one_load(lag: int) -> None:
+    world = make_world(lag=lag)
+    one = world.load("abcd", "one")
+    two = world.load("abcd", "two")
+    world.drain()
+    assert outcome(one) == outcome(two) == (READY, 4)
+    assert world.metrics()["loads"] == 1
+    world.finish("one")
+    assert world.pinned()[DEVICE] == 4
+    world.finish("two")
+    world.is_empty()
+
+
+@LAGS
+def test_a_longer_request_loads_only_the_rest(lag: int) -> None:
+    world = make_world("abcdef", lag=lag)
+    one = world.load("abcd", "one")
+    two = world.load("abcdef", "two")
+    world.drain()
+    assert (outcome(one), outcome(two)) == ((READY, 4), (READY, 6))
+    assert world.metrics()["loads"] == 2
+    world.finish("one")
+    world.finish("two")
+    world.is_empty()
+
+
+def test_one_of_two_cancels_the_other_gets_it() -> None:
+    world = make_world()
+    world.load("abcd", "one")
+    two = world.load("abcd", "two")
+    world.abort("one")
+    world.drain()
+    assert outcome(two) == (READY, 4)
+    world.finish("two")
+    world.is_empty()
+
+
+def test_both_cancel_and_nobody_loads() -> None:
+    world = make_world()
+    tickets = [*world.load("abcd", "one"), *world.load("abcd", "one"), *world.load("abcd", "two")]
+    world.abort("one")
+    world.abort("two")
+    assert {ticket.state for ticket in tickets} == {REFUSED}
+    world.drain()
+    assert world.metrics()["loads"] == 0
+    assert world.peek("abcd")["device"] == 0
+    world.is_empty()
+
+
+def test_asking_twice_and_aborting_withdraws_the_load() -> None:
+    world = make_world()
+    world.load("abcd", "one")
+    world.load("abcd", "one")
+    world.abort("one")
+    world.drain()
+    assert world.metrics()["loads"] == 0
+    world.is_empty()
+
+
+def test_cancelling_does_not_take_another_requests_insert_along() -> None:
+    """A prompt that is on HOST is computed anew by one request; another one waits for that."""
+    world = make_world()
+    assert world.put("abcd", "computes", hold=True)
+    tickets = world.load("abcd", "waits")
+    assert outcome(tickets)[0] is PENDING
+    world.abort("waits")
+    world.drain()
+    assert world.metrics()["refused"] == 0
+    assert world.peek("abcd")["device"] == 4
+    world.finish("computes")
+    world.is_empty()
+
+
+@LAGS
+@pytest.mark.parametrize("when", [0, 1, 2, 3, 4])
+def test_abort_in_every_state(lag: int, when: int) -> None:
+    world = make_world(lag=lag)
+    world.fault(1, "load", "delay", steps=2)
+    world.load("abcd")
+    world.step_all(when)
+    world.abort("load")
+    world.abort("load")
+    assert len(world.caches[0].requests) == 0
+    world.drain()
+    world.is_empty()
+
+
+def test_who_finds_no_slot_waits_in_line() -> None:
+    world = World(device_pages=64, host_pages=64, num_slots=16)
+    texts = [chr(ord("A") + index) for index in range(20)]
+    world.store(*texts)
+    world.evict(DEVICE, 64)
+    tickets = [world.load(text, text) for text in texts]
+    assert world.same(lambda cache: cache.load_back.num_waiting) == 4
+    world.step()
+    assert [outcome(one)[0] for one in tickets] == [READY] * 16 + [PENDING] * 4
+    world.abort(texts[-1])
+    world.drain()
+    assert [outcome(one)[0] for one in tickets] == [READY] * 19 + [REFUSED]
+    for text in texts:
+        world.abort(text)
+    world.is_empty()
+
+
+# -- failure -------------------------------------------------------------------------------------
+
+
+@LAGS
+@pytest.mark.parametrize("action", ["fail", "corrupt"])
+def test_failure_after_the_verdict_voids_who_used_it(lag: int, action: str) -> None:
+    world = make_world(lag=lag)
+    world.fault(1, "load", action)
+    tickets = world.load("abcd")
+    void: list[tuple[str, ...]] = []
+    for _ in range(3 + 2 * lag):
+        results = world.step()
+        assert results[0].must_recompute == results[1].must_recompute
+        void.append(results[0].must_recompute)
+    assert outcome(tickets)[0] is READY  # it was promised, and then it failed
+    assert [names for names in void if names] == [("load",)]
+    assert world.peek("abcd") == {"device": 0, "host": 4, "usable": 4}
+    assert world.same(lambda cache: cache.requests.require("load").must_recompute)
+    world.abort("load")
+    world.drain()
+    world.is_empty()
+
+
+@LAGS
+def test_partial_failure_keeps_the_leading_pages(lag: int) -> None:
+    world = make_world(lag=lag)
+    world.store("ab")  # a boundary: two nodes, two parts
+    world.evict(DEVICE, 16)
+    world.fault(0, "load", "fail", after=1)
+    world.load("abcd")
+    results = [world.step()[0] for _ in range(3 + 2 * lag)]
+    assert world.peek("abcd") == {"device": 2, "host": 4, "usable": 4}
+    assert [r.must_recompute for r in results if r.must_recompute] == [("load",)]
+    assert world.pinned() == {DEVICE: 2, HOST: 0}
+    world.abort("load")
+    world.is_empty()
+
+
+def fails_late(world: World, rank: int) -> None:
+    """The load that hangs on ``rank`` ends at the next step, and has failed."""
+    mover = world.ranks[rank].mover
+    assert isinstance(mover, DeferredMover)
+    for held in mover._withheld:
+        held.plan = PartPlan(ok=False)
+    world.heal()
+
+
+@LAGS
+@pytest.mark.parametrize("decided", [True, False])
+def test_what_was_inserted_on_top_is_withdrawn_with_its_backup(lag: int, decided: bool) -> None:
+    """Whether the load was already decided when the insert was proposed, or not yet."""
+    world = make_world("ab", lag=lag)
+    world.fault(1, "load", "hang")
+    world.load("ab")
+    if decided:
+        world.step_all(1 + lag)
+    assert world.put("abcd", "top", hold=True)
+    world.step_all(3 + 2 * lag)
+    assert world.peek("abcd") == {"device": 4, "host": 4, "usable": 4}  # and backed up
+    fails_late(world, 1)
+    void = [world.step()[0].must_recompute for _ in range(2 + lag)]
+    assert sorted(name for names in void for name in names) == ["load", "top"]
+    assert world.peek("abcd") == {"device": 0, "host": 2, "usable": 2}
+    world.abort("load")
+    world.abort("top")
+    world.drain()
+    world.is_empty()
+
+
+def test_an_undecided_insert_on_top_is_refused() -> None:
+    world = make_world("ab", lag=1)
+    world.fault(1, "load", "hang")
+    world.load("ab")
+    world.step_all(2)
+    fails_late(world, 1)
+    world.step()
+    assert world.put("abcd", "top", hold=True)
+    world.drain()
+    assert world.peek("abcd") == {"device": 0, "host": 2, "usable": 2}
+    world.abort("load")
+    world.abort("top")
+    world.is_empty()
+
+
+def test_who_finished_before_the_failure_was_known_is_named_too() -> None:
+    """One token was all it wanted: its output is void all the same."""
+    world = make_world("ab")
+    world.fault(1, "load", "hang")
+    world.load("ab")
+    world.step()
+    world.finish("load")
+    fails_late(world, 1)
+    void = [world.step()[0].must_recompute for _ in range(3)]
+    assert [names for names in void if names] == [("load",)]
+    world.is_empty()
+
+
+def test_who_was_aborted_is_not_named() -> None:
+    world = make_world("ab")
+    world.fault(1, "load", "hang")
+    world.load("ab")
+    world.step()
+    world.abort("load")
+    fails_late(world, 1)
+    assert not any(world.step()[0].must_recompute for _ in range(3))
+    world.is_empty()
+
+
+def test_a_host_copy_below_what_is_withdrawn_goes_too() -> None:
+    """What is on HOST is closed towards the root, also where the lower part was older."""
+    world = make_world("abcd")
+    world.store("ab")
+    world.evict(DEVICE, 16)
+    world.evict(HOST, 2)  # "cd" is nowhere now
+    world.host_only("abcd")
+    world.fault(1, "load", "hang")
+    world.load("ab")
+    world.step()
+    world.own_insert = None  # type: ignore[attr-defined]
+    assert world.put("abc")
+    world.drain_steps = None  # type: ignore[attr-defined]
+    world.step_all(2)
+    assert world.peek("abcd") == {"device": 3, "host": 4, "usable": 4}
+    fails_late(world, 1)
+    world.step_all(3)
+    assert world.peek("abcd")["device"] == 0
+    world.finish("load")
+    world.drain()
+    world.is_empty()
+
+
+@LAGS
+def test_a_load_that_hangs_is_given_up_by_all(lag: int) -> None:
+    world = make_world(lag=lag, copy_timeout_s=0.05)
+    world.fault(0, "load", "hang")
+    world.load("abcd")
+    kinds: list[OutcomeKind] = []
+    void: list[str] = []
+    for _ in range(14):
+        results = world.step()
+        assert [o.kind for o in results[0].outcomes] == [o.kind for o in results[1].outcomes]
+        kinds += [o.kind for o in results[0].outcomes]
+        void += results[0].must_recompute
+    assert kinds == [OutcomeKind.COMMIT, OutcomeKind.QUARANTINE]
+    assert void == ["load"]
+    assert world.peek("abcd") == {"device": 0, "host": 4, "usable": 4}
+    assert world.pinned() == {DEVICE: 0, HOST: 0}
+    assert world.same(lambda cache: cache.room()) == 12
+    assert world.free_pages(DEVICE) == [12, 16]
+    again = world.load("abcd", "again")  # the source is free again, the target is not
+    world.step_all(2 + lag)
+    assert outcome(again) == (READY, 4)
+    world.heal()
+    world.step_all(2 + lag)
+    assert world.same(lambda cache: cache.manager.room("device")) == 12
+    world.abort("load")
+    world.abort("again")
+    world.drain()
+    world.is_empty()
+
+
+def test_a_source_that_is_gone_before_the_reservation_is_not_read() -> None:
+    """With lag, a verdict may unpublish on HOST what was asked for after its ballot was posted."""
+    world = World(lag=1)
+    world.fault(1, "write", "hang")
+    world.put("ab")
+    world.step_all(2)
+    world.put("abcd")
+    world.step_all(4)
+    assert world.evict(DEVICE, 2) == 2
+    assert world.peek("abcd") == {"device": 2, "host": 4, "usable": 4}
+    fails_late(world, 1)
+    world.step()  # the failure rides a ballot that is settled in the next step
+    tickets = world.load("abcd")
+    world.drain()
+    assert outcome(tickets) == (REFUSED, 0)
+    assert world.peek("abcd") == {"device": 2, "host": 0, "usable": 2}
+    world.finish("load")
+    world.is_empty()

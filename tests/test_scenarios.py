@@ -1,0 +1,335 @@
+"""Every scenario file holds: in the simulator, with any lag, and with real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness import cli
+from harness.agent import RankRecord
+from harness.scenario import Result, run_sim, unsupported
+from harness.scenario_file import parse_scenario, read_scenario
+from harness.scenario_gloo import GlooRanks
+from harness.scenario_model import Do, Drain, Evict, Expect, Finish, Heal, Insert, Scenario, Step
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "scenarios"
+OWN = ROOT / "tests" / "scenarios"
+
+#: Files that this version does not run yet, and why. Whoever makes one run takes it off.
+NOT_SUPPORTED = {
+    "buffer_flush_merges.toml": "buffer-only mode with storage",
+    "buffer_head_of_line.toml": "buffer-only mode with storage",
+    "detach_while_backing_up.toml": "a storage tier",
+    "divergence_resets_and_serves_on.toml": "policy reset",
+    "side_pool_refused.toml": "side pools",
+    "storage_hit_differs.toml": "a storage tier with prefetch",
+}
+
+#: Files whose expectations look at one step after another, so they hold with their own lag only.
+DEPENDS_ON_LAG = {
+    "insert_refused_backup_running.toml": "counts a refusal after one step",
+    "parent_refused_child_fits.toml": "counts aborts after one step",
+    "reserve_refused_on_one_rank.toml": "counts an abort after one step",
+}
+
+SEEDS = range(4)
+GLOO_RANKS_MAX = 4  # of one file: more processes than this are for the soak test
+
+
+def _found(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.toml")) if folder.is_dir() else []
+
+
+ALL = [*_found(SHARED), *_found(OWN)]
+SUPPORTED = [path for path in ALL if path.name not in NOT_SUPPORTED]
+each_file = pytest.mark.parametrize("path", SUPPORTED, ids=lambda path: path.stem)
+
+
+def at_lag(scenario: Scenario, lag: int) -> Scenario:
+    """The same story with another lag: what a step must raise may come ``lag`` steps later."""
+    own = scenario.world.lag
+    if scenario.world.pp > 1:
+        lag = max(lag, scenario.world.pp)
+    entries = [
+        msgspec.structs.replace(entry, times=max(1, entry.times + lag - own))
+        if isinstance(entry, Step) and entry.raises is not None
+        else entry
+        for entry in scenario.do
+    ]
+    return _changed(scenario, lag, entries)
+
+
+def promises_only(scenario: Scenario, lag: int) -> Scenario:
+    """The story without its expectations; in the end everything must come back."""
+    world = scenario.world
+    entries: list[Do] = [
+        entry for entry in at_lag(scenario, lag).do if not isinstance(entry, Expect)
+    ]
+    if not any(entry.raises is not None for entry in entries):
+        names = sorted({entry.request for entry in entries if isinstance(entry, Insert)})
+        entries += [
+            Heal(number=0),
+            *[Finish(number=0, request=name) for name in names],
+            Step(number=0),
+            Drain(number=0),
+            Step(number=0, times=lag + 1),
+            Evict(number=0, tier="device", pages=max(world.device_pages)),
+            Evict(number=0, tier="host", pages=max(*world.host_pages, 1)),
+            Expect(
+                number=0,
+                free={"device": world.device_pages, "host": world.host_pages},
+                pinned={"device": 0, "host": 0},
+            ),
+        ]
+    return _changed(scenario, max(lag, world.pp) if world.pp > 1 else lag, entries)
+
+
+def _changed(scenario: Scenario, lag: int, entries: list[Do]) -> Scenario:
+    return msgspec.structs.replace(
+        scenario,
+        world=msgspec.structs.replace(scenario.world, lag=lag),
+        do=tuple(
+            msgspec.structs.replace(entry, number=number) for number, entry in enumerate(entries, 1)
+        ),
+    )
+
+
+def seen(records: list[RankRecord]) -> list[object]:
+    """What the ranks saw, without times and texts that may differ."""
+    return [
+        (
+            record.rank,
+            [(one.number, one.seen) for one in record.observations],
+            [(one.number, one.kinds, one.ranks) for one in record.raised],
+            record.broken,
+            record.left_at,
+        )
+        for record in records
+    ]
+
+
+# -- the list ------------------------------------------------------------------------------------
+
+
+def test_there_is_something_to_run() -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent: only tests/scenarios was run")
+    assert len(SUPPORTED) >= 20
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_only_listed_files_are_left_out(path: Path) -> None:
+    reason = unsupported(read_scenario(path))
+    if path.name in NOT_SUPPORTED:
+        assert reason, f"{path.name} runs now: take it off NOT_SUPPORTED"
+    else:
+        assert not reason, f"{path.name} needs {reason}: list it in NOT_SUPPORTED, or support it"
+
+
+def test_the_lists_name_files_that_exist() -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent")
+    names = {path.name for path in ALL}
+    assert set(NOT_SUPPORTED) <= names
+    assert set(DEPENDS_ON_LAG) <= names - set(NOT_SUPPORTED)
+    assert len(names) == len(ALL), "two files have one name"
+
+
+def test_a_file_that_cannot_run_yet_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent")
+    if not NOT_SUPPORTED:
+        return
+    name = min(NOT_SUPPORTED)
+    assert cli.main(["scenario", str(SHARED / name)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert name in err
+
+
+# -- the simulator -------------------------------------------------------------------------------
+
+
+@each_file
+def test_sim(path: Path) -> None:
+    scenario = read_scenario(path)
+    for seed in SEEDS:
+        assert run_sim(scenario, seed).failures == [], f"seed {seed}"
+
+
+@each_file
+def test_the_same_seed_gives_the_same_events(path: Path) -> None:
+    scenario = read_scenario(path)
+    first, second = (run_sim(scenario, 7).records for _ in range(2))
+    assert msgspec.json.encode(first) == msgspec.json.encode(second)
+
+
+@each_file
+def test_with_another_lag(path: Path) -> None:
+    scenario = read_scenario(path)
+    for lag in (1, 2):
+        failures = run_sim(at_lag(scenario, lag), seed=lag).failures
+        if path.name in DEPENDS_ON_LAG:
+            assert any("(expect)" in line for line in failures), "take it off DEPENDS_ON_LAG"
+        else:
+            assert failures == [], f"lag {lag}"
+
+
+@each_file
+def test_promises_hold_with_any_lag(path: Path) -> None:
+    scenario = read_scenario(path)
+    draw = random.Random(path.stem)
+    for seed in SEEDS:
+        lag = draw.randint(0, 5)
+        failures = run_sim(promises_only(scenario, lag), seed).failures
+        assert failures == [], f"lag {lag}, seed {seed}"
+
+
+# -- real processes ------------------------------------------------------------------------------
+
+
+def _by_ranks() -> dict[int, list[Path]]:
+    found: dict[int, list[Path]] = {}
+    for path in SUPPORTED:
+        found.setdefault(read_scenario(path).world.num_ranks, []).append(path)
+    return {num_ranks: found[num_ranks] for num_ranks in sorted(found)}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", _by_ranks())
+def test_gloo_holds_and_sees_what_sim_sees(num_ranks: int) -> None:
+    assert num_ranks <= GLOO_RANKS_MAX
+    failures: dict[str, list[str]] = {}
+    different: list[str] = []
+    with GlooRanks() as gloo:
+        for path in _by_ranks()[num_ranks]:
+            scenario = read_scenario(path)
+            result = gloo.run(scenario)
+            if result.failures:
+                failures[path.name] = result.failures
+            elif seen(result.records) != seen(run_sim(scenario).records):
+                different.append(path.name)
+    assert failures == {}
+    assert different == []
+
+
+@pytest.mark.ranks
+def test_gloo_says_when_a_rank_breaks(tmp_path: Path) -> None:
+    """A rank that raises what nobody announced is a failure that names it; the next file runs."""
+    good = parse_scenario(STORY.format(refused=1, lost=""), "good")
+    bad = parse_scenario(STORY.format(refused=1, lost=LOST), "bad")
+    with GlooRanks() as gloo:
+        results = [gloo.run(bad), gloo.run(good)]
+    assert any("expected Divergence naming rank 0" in line for line in results[0].failures)
+    assert results[1].failures == []
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+STORY = """\
+name = "one page short"
+[world]
+tp = 2
+page_size = 4
+device_pages = 8
+host_pages = [4, 1]
+[[do]]
+op = "insert"
+request = "a"
+tokens = "0..8"
+{lost}
+[[do]]
+op = "drain"
+[[do]]
+op = "expect"
+counters = {{ aborts = {refused} }}
+"""
+LOST = """\
+[[do]]
+op = "step"
+raises = { kind = "Divergence", rank = 0 }
+"""
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    ["sim", pytest.param("gloo", marks=pytest.mark.ranks)],
+)
+def test_a_failed_expectation_is_status_1_and_says_where(
+    ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(STORY.format(refused=1, lost=""))
+    bad.write_text(STORY.format(refused=5, lost=""))
+    out = tmp_path / "out.json"
+    # One page of two fits on rank 1, so the plan drops the backup: nothing is even voted on.
+    assert cli.main(["scenario", str(good), str(bad), "--ranks", ranks, "--json", str(out)]) == 1
+    text = capsys.readouterr().out
+    holds, _, fails = text.partition("FAILS")
+    assert "holds" in holds
+    assert str(good) in holds
+    assert str(bad) in fails
+    for rank in (0, 1):
+        assert f"entry 3 (expect), rank {rank}: counters aborts: expected 5, found 1" in fails
+    assert "the journal before it" in fails
+    assert "insert 1 0 2" in fails
+    results = msgspec.json.decode(out.read_bytes(), type=list[Result])
+    assert [bool(result.failures) for result in results] == [False, True]
+    assert {result.ranks for result in results} == {ranks}
+
+
+def test_a_promise_that_fails_is_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call on one rank only, that nobody announced, is found and named."""
+    path = tmp_path / "alone.toml"
+    path.write_text(
+        STORY.format(refused=0, lost="")
+        + '[[do]]\nop = "insert"\nrequest = "b"\ntokens = "50..54"\nranks = [1]\n'
+        + '[[do]]\nop = "step"\n'
+    )
+    assert cli.main(["scenario", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert "entry 5 (step), rank 0: raised without notice" in text
+    assert "entry 5 (step), rank 1: raised without notice" in text
+
+
+def test_nothing_announced_was_raised_is_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "calm.toml"
+    path.write_text(STORY.format(refused=1, lost=LOST))
+    assert cli.main(["scenario", str(path)]) == 1
+    expected = "expected Divergence naming rank 0, nothing was raised"
+    assert f"entry 2 (step), rank 1: {expected}" in capsys.readouterr().out
+
+
+def test_a_story_that_is_no_scenario_is_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(STORY.format(refused='"one"', lost=""))
+    assert cli.main(["scenario", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "bad.toml:14: do 3 (expect): counters.aborts: expected an integer" in err
+
+
+def test_the_json_holds_what_was_seen(tmp_path: Path) -> None:
+    path, out = tmp_path / "good.toml", tmp_path / "out.json"
+    path.write_text(STORY.format(refused=1, lost=""))
+    assert cli.main(["scenario", str(path), "--json", str(out), "--seed", "3"]) == 0
+    (result,) = json.loads(out.read_text())
+    assert (result["name"], result["seed"], result["failures"]) == ("one page short", 3, [])
+    observed = [record["observations"][0]["seen"] for record in result["records"]]
+    assert observed == [{"counters": {"aborts": 1}}] * 2
