@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from cache.buffer_flush import BufferFlush
 from cache.node import Tier
 from consensus.errors import InternalError
 
@@ -32,7 +33,9 @@ def _check_pages(cache: HierarchicalCache, tier: Tier) -> None:
         owned += cache.engine_pages.held_pages() + cache.carryover.orphaned_pages
         owned += [page for request in cache.requests for page in request.private]
     else:
-        owned += cache.write_through.held_pages()
+        owned += cache.backup.held_pages()
+        if cache.storage is not None:
+            owned += cache.storage.prefetch.held_pages()
     twice = [page for page, count in Counter(owned).items() if count > 1]
     if twice:
         raise InternalError(f"{tier.value} pages {twice} have two owners", rank=cache.rank)
@@ -50,6 +53,8 @@ def _check_ledger(cache: HierarchicalCache, tier: Tier) -> None:
     ledger = cache.manager.ledger
     expected = len(_in_tree(cache, tier)) + ledger.cooling(name)
     expected += sum(intent.need.get(name, 0) for intent in cache.manager.open_intents)
+    if tier is Tier.HOST and isinstance(cache.backup, BufferFlush):
+        expected += len(cache.backup.written_pages())
     if tier is Tier.DEVICE:
         expected += cache.engine_pages.headroom
         expected += sum(len(request.private) for request in cache.requests)

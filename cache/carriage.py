@@ -20,7 +20,8 @@ class Carriage:
     part before its lower one, so ``pages`` (this rank's, in the order of the path) always fit.
     ``anchor`` is the node whose path is pinned in ``tier`` until the intent has ended.
     ``num_copies`` counts copies of this rank that still read or write its pages; ``good`` says of
-    those that have ended how many pages each had and whether it went well.
+    those that have ended how many pages each had and whether it went well. ``readers`` are requests
+    that have finished with it still open, and the node they held.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class Carriage:
         "num_copies",
         "on_refused",
         "pages",
+        "readers",
         "tier",
     )
 
@@ -46,6 +48,7 @@ class Carriage:
         self.good: list[tuple[int, bool]] = []
         self.intent: Intent | None = None
         self.fill: Callable[[list[Node], list[int]], None] | None = None
+        self.readers: list[tuple[str, Node]] = []
         self.on_refused: list[Callable[[], None]] = []
 
     @property
@@ -67,6 +70,16 @@ class Carriage:
         for node in self.nodes:
             node.at(self.tier).carriage = self
             node.carriages.append(self)
+
+    def follow(self) -> None:
+        """Only hear of splits: the nodes are in the tier already."""
+        for node in self.nodes:
+            node.carriages.append(self)
+
+    def unfollow(self) -> None:
+        """Hear of no more splits."""
+        for node in self.nodes:
+            node.carriages.remove(self)
 
     def follow_split(self, lower: Node, upper: Node) -> None:
         """``lower`` was cut and ``upper`` is its new first part."""

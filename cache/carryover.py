@@ -14,6 +14,7 @@ import xxhash
 
 from cache.node import Node, Presence, Residency, Tier
 from cache.requests import Request
+from cache.storing import STORAGE
 from consensus.report import Seal
 
 if TYPE_CHECKING:
@@ -66,7 +67,10 @@ class Carryover:
 
     def usable(self) -> dict[str, int]:
         """Pages per pool that this rank can use: capacity less limbo and orphans."""
-        return {tier.value: self.usable_of(tier) for tier in Tier}
+        storage = self._cache.storage
+        usable = {tier.value: self.usable_of(tier) for tier in Tier}
+        usable[STORAGE] = storage.usable if storage is not None else 0
+        return usable
 
     def usable_of(self, tier: Tier) -> int:
         """See :meth:`usable`."""
@@ -98,8 +102,12 @@ class Carryover:
         self._keeps_device = seal is not None and seal.then == "detach"
         self.is_detached |= self._keeps_device
         self.lost = seal.lost if seal is not None else ()
-        for part in (cache.insertion, cache.load_back, cache.write_through, cache.engine_pages):
+        parts = [cache.insertion, cache.load_back, cache.backup, cache.engine_pages]
+        parts += [part for part in (cache.storage, cache.staged_loads) if part is not None]
+        for part in parts:
             part.clear(keeps_stock=self._keeps_device)
+        for tier in Tier:
+            cache.event_log.cleared(tier.value)
         if self._keeps_device:
             self._keep_device_tier()
         else:

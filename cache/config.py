@@ -19,6 +19,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     pages: no host tier); everything else must be equal on all ranks.
 
     ``policy`` says what follows a divergence (:class:`consensus.report.Policy`).
+    ``mode`` says how pages come to the other tiers: ``write_through`` backs each node up after its
+    insert, ``write_through_selective`` after its second use, ``write_back`` when it is evicted from
+    the device, ``buffer_only`` uses the host as staging towards the storage only.
+    ``prefetch_policy`` and ``prefetch_timeout_s`` (agreed clock) say when a prefetch is done.
+    ``storage_queue_pages`` bounds what is on its way to storage. ``events_max`` bounds the events
+    kept for :meth:`HierarchicalCache.events` (0: none are made).
     ``headroom_pages`` are kept reserved and voted for :meth:`HierarchicalCache.allocate`.
     ``evicts_whole_nodes``: an eviction takes whole nodes instead of trimming the last one.
     ``load_back_minimum_pages``: shorter load-backs are not worth it, their tokens are recomputed.
@@ -34,7 +40,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int = 256
     headroom_pages: int = 0
     evicts_whole_nodes: bool = False
+    mode: Literal["write_through", "write_through_selective", "write_back", "buffer_only"] = (
+        "write_through"
+    )
     load_back_minimum_pages: int = 1
+    prefetch_minimum_pages: int = 1
+    prefetch_policy: Literal["wait_complete", "best_effort", "timeout"] = "wait_complete"
+    prefetch_timeout_s: float = 1.0
+    storage_queue_pages: int = 4096
+    events_max: int = 0
     verifies_copies: bool = True
     copy_timeout_s: float = 30.0
     warn_s: float = 10.0
@@ -55,6 +69,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._require("num_slots", self.num_slots, 16)
         self._require("headroom_pages", self.headroom_pages, 0)
         self._require("load_back_minimum_pages", self.load_back_minimum_pages, 1)
+        self._require("prefetch_minimum_pages", self.prefetch_minimum_pages, 1)
+        self._require("storage_queue_pages", self.storage_queue_pages, 1)
+        self._require("events_max", self.events_max, 0)
         self._require("write_queue_nodes_max", self.write_queue_nodes_max, 1)
         self._require("waiting_tickets_max", self.waiting_tickets_max, 1)
         self._require("integrity_every_steps", self.integrity_every_steps, 0)

@@ -53,7 +53,6 @@ class EnginePages:
     def request(self, request: Request, num_pages: int) -> Ticket:
         """Ask for pages; the next step decides, the same on all ranks."""
         ticket = Ticket(request, None, 0)
-        ticket.num_pages = num_pages
         self._open(ticket, num_pages)
         return ticket
 
@@ -132,7 +131,6 @@ class EnginePages:
     def _refuse(self, ticket: Ticket, why: str) -> None:
         self.num_refused += 1
         self._tiers.manager.note("no pages", ticket.request.name)
-        ticket.num_pages = 0
         ticket.refuse(why)
 
     def _withdraw(self, serial: int) -> None:
@@ -164,7 +162,7 @@ class EnginePages:
         if ticket is None:
             self._stock += kept
         else:
-            ticket.state = TicketState.READY
+            ticket.state, ticket.num_pages = TicketState.READY, len(kept)
             ticket.request.private += kept
 
     def abort(self, intent: Intent) -> None:

@@ -23,9 +23,11 @@ import msgspec
 
 from cache.audit import audit
 from cache.carryover import Carryover
+from cache.buffer_flush import BufferFlush
 from cache.config import CacheConfig
 from cache.copy_desk import CopyDesk
 from cache.engine_pages import EnginePages
+from cache.events import CacheEvent, EventLog
 from cache.eviction import LeastRecentlyUsed
 from cache.insertion import Fill, Insertion, open_loads
 from cache.load_back import LoadBack
@@ -34,6 +36,9 @@ from cache.node import Node, Residency, Tier, Tokens
 from cache.page_pool import PagePool
 from cache.radix_tree import RadixTree
 from cache.requests import Request, RequestReport, RequestTable
+from cache.staged_load import StagedLoads
+from cache.storage_desk import StorageDesk
+from cache.storage_tier import STORAGE, StorageTier
 from cache.tensors import KVTensors
 from cache.ticket import Ticket
 from cache.tiers import Tiers
@@ -71,6 +76,8 @@ class Match(msgspec.Struct, frozen=True):
     device_pages: int
     host_pages: int
     storage_pages: int = 0
+    tokens: Tokens | None = None
+    namespace: str = ""
 
 
 class InsertResult(msgspec.Struct, frozen=True):
@@ -101,7 +108,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
 def schema_of(config: CacheConfig) -> Schema:
     """The ballot's shape for this configuration: equal on all ranks."""
-    return Schema(tuple(sorted(tier.value for tier in Tier)), config.num_slots)
+    return Schema(tuple(sorted([*(tier.value for tier in Tier), STORAGE])), config.num_slots)
 
 
 def config_facts(config: CacheConfig) -> dict[str, str]:
@@ -138,6 +145,7 @@ class HierarchicalCache:
         beacon: Beacon | None = None,
         regroup: Callable[[int], Group] | None = None,
         on_close: Callable[[], None] | None = None,
+        storage: StorageDesk | None = None,
     ) -> None:
         self.config = config
         self._on_close = on_close
@@ -150,7 +158,10 @@ class HierarchicalCache:
             lag=config.lag,
             copy_timeout_s=config.copy_timeout_s,
             journal=journal,
-            usable={tier.value: partial(self._usable, tier) for tier in pools},
+            usable={
+                **{tier.value: partial(self._usable, tier) for tier in pools},
+                STORAGE: self._usable_storage,
+            },
         )
         desk = CopyDesk(mover, pools, verifies=config.verifies_copies)
         whole = config.evicts_whole_nodes
@@ -158,12 +169,14 @@ class HierarchicalCache:
         self.requests = RequestTable(self.tree)
         self.withdrawal = Withdrawal(self.tiers, self.requests)
         self.insertion = Insertion(self.tiers)
-        self.write_through = WriteThrough(
-            self.tiers,
-            self.insertion,
-            self.withdrawal,
-            queue_nodes_max=config.write_queue_nodes_max,
+        self.event_log = EventLog(
+            config.page_size, events_max=config.events_max, enabled=config.events_max > 0
         )
+        self.tree.on_place = self._placed
+        self.storage: StorageTier | None = None
+        if storage is not None:
+            self.storage = StorageTier(self.tiers, storage, self.event_log, config)
+        self.backup = self._make_backup()
         self.load_back = LoadBack(
             self.tiers,
             self.requests,
@@ -171,6 +184,9 @@ class HierarchicalCache:
             minimum_pages=config.load_back_minimum_pages,
             waiting_max=config.waiting_tickets_max,
         )
+        self.staged_loads: StagedLoads | None = None
+        if config.mode == "buffer_only" and self.storage is not None:
+            self.staged_loads = StagedLoads(self.tiers, self.storage.prefetch, self.load_back)
         self.engine_pages = EnginePages(
             self.tiers,
             headroom_pages=config.headroom_pages,
@@ -178,7 +194,7 @@ class HierarchicalCache:
         )
         self.carryover = Carryover(self)
         self._num_resets = self._num_ordered = 0
-        self.manager.begin_epoch(0, usable)
+        self.manager.begin_epoch(0, {**usable, STORAGE: self._usable_storage()})
         self.stepper = Stepper(
             self.manager,
             group,
@@ -194,6 +210,27 @@ class HierarchicalCache:
             policy=Policy(config.policy, config.max_resets, config.reset_window_s),
             regroup=regroup,
             beacon=beacon,
+        )
+
+    def _make_backup(self) -> WriteThrough | BufferFlush:
+        """The path by which this mode brings nodes to the other tiers."""
+        config, storage = self.config, self.storage
+        if config.mode == "buffer_only":
+            if storage is None:
+                raise Misuse("mode buffer_only needs a storage: the host is staging only")
+            return BufferFlush(
+                self.tiers,
+                self.insertion,
+                storage,
+                queue_nodes_max=config.write_queue_nodes_max,
+            )
+        return WriteThrough(
+            self.tiers,
+            self.insertion,
+            self.withdrawal,
+            queue_nodes_max=config.write_queue_nodes_max,
+            hits_needed=2 if config.mode == "write_through_selective" else 1,
+            on_backed_up=storage.backed_up if storage is not None else None,
         )
 
     # -- the step --------------------------------------------------------------------------------
@@ -223,24 +260,41 @@ class HierarchicalCache:
         void, self.withdrawal.must_recompute = self.withdrawal.must_recompute, []
         lost, self.carryover.lost = self.carryover.lost, ()
         resets, self._num_resets = self._num_resets, self.stepper.succession.num_resets
-        return StepResult(outcomes, tuple(void), lost, was_reset=resets != self._num_resets)
+        return StepResult(
+            outcomes, tuple(dict.fromkeys(void)), lost, was_reset=resets != self._num_resets
+        )
 
     def _usable(self, tier: Tier) -> int:
         return self.carryover.usable_of(tier)
 
+    def _usable_storage(self) -> int:
+        return self.storage.usable if self.storage is not None else 0
+
+    def _placed(self, node: Node, tier: Tier) -> None:
+        if self.event_log.enabled:
+            is_there = node.at(tier).is_published
+            (self.event_log.stored if is_there else self.event_log.removed)(node, tier.value)
+
     def _prepare(self) -> None:
         """Before the ballot: hear of endings, plan everything, then reserve, then start copies."""
         self.tiers.desk.collect()
+        if self.storage is not None:
+            self.storage.desk.collect()
         self.engine_pages.plan()
         self.load_back.plan()
-        self.write_through.plan()
+        self.backup.plan()
+        if self.storage is not None:
+            self.storage.plan()
         self.manager.reserve_open()
         self.insertion.end_unread()
         self.tiers.desk.submit()
 
     def _settled(self, outcomes: list[Outcome]) -> None:
+        self.backup.requeue()
         self.tiers.prune()
         self.load_back.resolve()
+        if self.staged_loads is not None:
+            self.staged_loads.resolve()
 
     # -- at ingest and admission -----------------------------------------------------------------
 
@@ -251,8 +305,14 @@ class HierarchicalCache:
 
         With ``request`` the part on DEVICE is pinned until the request ends.
         """
+        owner = None if request is None else self.requests.get(request)
+        if owner is not None and owner.held is not None and owner.private:
+            raise Misuse(
+                f"request {request!r} owns pages that follow the prefix it holds: insert or free"
+                " them before it matches again"
+            )
         path = self._served(self.tree.match(tokens, namespace))
-        match = _match(path)
+        match = _match(path, tokens, namespace)
         if request is not None:
             live = self.requests.open(request)
             live.prompt_pages = len(tokens) // self.config.page_size
@@ -281,6 +341,9 @@ class HierarchicalCache:
         """Ask for what of ``match`` is on HOST only; ``step`` decides the length for all ranks."""
         path = self._served(match.node.path() if match.node is not None else [])
         self.journal.note("request_load_back", request)
+        if self.staged_loads is not None and match.tokens is not None:
+            live = self.requests.open(request)
+            return self.staged_loads.request(live, match.tokens, match.namespace, path)
         return self.load_back.request(self.requests.open(request), path, pages_max)
 
     def request_pages(self, request: str, num_pages: int) -> Ticket:
@@ -292,6 +355,8 @@ class HierarchicalCache:
 
     def allocate(self, request: str, num_pages: int) -> list[int] | None:
         """Device pages for ``request`` at once, out of the voted headroom; ``None``: too many."""
+        if num_pages < 1:
+            raise Misuse(f"request {request!r} allocates {num_pages} pages; ask for at least 1")
         return self.engine_pages.allocate(self.requests.open(request), num_pages)
 
     def pages(self, request: str) -> list[int]:
@@ -332,7 +397,8 @@ class HierarchicalCache:
     def insert(self, request: str, tokens: Tokens, *, namespace: str = "") -> InsertResult:
         """Put what the request computed into the tree, out of its own pages; queue its backup.
 
-        Only whole pages enter. Raises :class:`Misuse` where the request has fewer pages.
+        Only whole pages enter. Raises :class:`Misuse` where the request has fewer pages, or holds
+        another prefix.
         """
         live = self.requests.require(request)
         num_pages = len(tokens) // self.config.page_size
@@ -344,13 +410,18 @@ class HierarchicalCache:
                 f"request {request!r} inserts {num_pages} pages but holds {held} and owns"
                 f" {len(live.private)}"
             )
+        live.requires(tokens, namespace)
+        if num_pages < held and live.held is not None:
+            pages = [page for node in live.held.path() for page in node.device.pages]
+            return InsertResult(pages[:num_pages], 0, 0)
+        self.load_back.cancel(live, "the request computed it itself")
         path = self.tree.insert(tokens, namespace)
         placed, new, duplicate = self._place_private(live, path, held)
         self.tiers.hollow(path[len(placed) :])
         self.tiers.prune()
         self.requests.hold(live, placed[-1] if placed else None)
         self.journal.note("insert_own", request, new, duplicate)
-        self.write_through.add_path(placed)
+        self.backup.add_path(placed)
         pages = [page for node in placed for page in node.device.pages]
         return InsertResult(pages, new, duplicate)
 
@@ -408,7 +479,7 @@ class HierarchicalCache:
             return False
         if live is not None:
             self.requests.hold(live, path[-1])
-        self.write_through.add_path(path)
+        self.backup.add_path(path)
         return True
 
     def free(self, request: str, num_pages: int) -> None:
@@ -433,6 +504,9 @@ class HierarchicalCache:
             report.device_hit_pages,
             report.host_hit_pages,
         )
+        for load in open_loads(live.held.path() if live.held is not None else []):
+            assert live.held is not None
+            load.readers.append((request, live.held))
         self._release(live)
         return report
 
@@ -446,6 +520,8 @@ class HierarchicalCache:
 
     def _release(self, live: Request) -> None:
         self.load_back.cancel(live)
+        if self.storage is not None:
+            self.storage.prefetch.cancel(live)
         self.engine_pages.cancel(live)
         self.engine_pages.free(live, len(live.private))
         self.carryover.release(live)
@@ -458,13 +534,61 @@ class HierarchicalCache:
         self.journal.note("evict_call", tier.value, num_pages)
         return self.tiers.evict(tier, num_pages)
 
+    def prefetch(self, request: str, tokens: Tokens, *, namespace: str = "") -> Ticket:
+        """Fetch from STORAGE to HOST what of ``tokens`` is not cached; ``step`` decides.
+
+        In buffer-only mode it goes on to DEVICE. Without storage the ticket is refused.
+        """
+        self.journal.note("prefetch", request)
+        live = self.requests.open(request)
+        path = self._served(self.tree.match(tokens, namespace))
+        if self.storage is None or not self.storage.is_attached:
+            ticket = Ticket(live, None, 0)
+            ticket.refuse("no storage is attached")
+            return ticket
+        if self.staged_loads is not None:
+            return self.staged_loads.request(live, tokens, namespace, path)
+        return self.storage.prefetch.request(live, tokens, namespace, path)
+
+    def settle_for_prefetch(self, request: str) -> bool:
+        """Whether admission may go on (agreed call): the request's prefetch has ended.
+
+        With the policy ``best_effort`` this ends it with what has arrived.
+        """
+        live = self.requests.get(request)
+        if live is None or self.storage is None:
+            return True
+        if self.config.prefetch_policy == "best_effort":
+            self.storage.prefetch.settle_for(live)
+        return not self.storage.prefetch.is_pending(live)
+
+    def attach_storage(self) -> None:
+        """An agreed call: writes and prefetches may begin again."""
+        if self.storage is None:
+            raise Misuse("this cache was built without a storage")
+        self.storage.attach()
+
+    def detach_storage(self, *, complete: bool = True) -> None:
+        """An agreed call: nothing new begins, what is open is completed, then storage is off.
+
+        With ``complete=False`` open operations make it a :class:`Misuse`, and nothing changes.
+        Copies between device and host go on in any case.
+        """
+        if self.storage is None:
+            raise Misuse("this cache was built without a storage")
+        self.storage.detach(complete=complete)
+
+    def events(self) -> list[CacheEvent]:
+        """What was stored and removed since the last call, in the same order on every rank."""
+        return self.event_log.take()
+
     def reset(self) -> None:
         """An agreed call: every rank drops to an empty cache in a new epoch, between two steps.
 
         What live requests hold stays out of use until they end; their later inserts do nothing.
         """
         ledger = self.manager.ledger
-        usable = {tier.value: ledger.usable(tier.value) for tier in Tier}
+        usable = {pool: ledger.usable(pool) for pool in self.manager.schema.pools}
         self.carryover.drop(None)
         usable[Tier.DEVICE.value] -= len(self.carryover.orphaned_pages)
         self.stepper.renew(usable)
@@ -482,7 +606,9 @@ class HierarchicalCache:
         """Something waits for a step: an idle engine keeps stepping. Agreed."""
         return (
             not self.manager.is_idle
-            or self.write_through.num_queued > 0
+            or self.backup.num_queued > 0
+            or (self.storage is not None and self.storage.is_busy)
+            or (self.staged_loads is not None and self.staged_loads.num_open > 0)
             or self.load_back.num_waiting > 0
             or self.engine_pages.num_waiting > 0
         )
@@ -503,10 +629,19 @@ class HierarchicalCache:
     def metrics(self) -> dict[str, int]:
         """Counters since the start; pages, intents and copies. Cheap."""
         submitted = self.tiers.desk.mover.submitted
-        write, load = self.write_through, self.load_back
+        write, load = self.backup, self.load_back
+        fetch = self.storage.prefetch if self.storage is not None else None
         return {
-            "commits": write.num_commits + load.num_commits,
-            "aborts": write.num_aborts + write.num_no_room + load.num_aborts + load.num_no_room,
+            "commits": write.num_commits + load.num_commits + (fetch.num_commits if fetch else 0),
+            "aborts": write.num_aborts
+            + write.num_no_room
+            + load.num_aborts
+            + load.num_no_room
+            + (fetch.num_aborts + fetch.num_no_room if fetch else 0),
+            "deferred": write.num_deferred,
+            "prefetches": fetch.num_commits if fetch else 0,
+            "prefetched_pages": fetch.num_pages if fetch else 0,
+            "stored_pages": self.storage.storing.num_stored if self.storage is not None else 0,
             "backups": write.num_commits,
             "backups_aborted": write.num_aborts,
             "backups_no_room": write.num_no_room,
@@ -574,7 +709,7 @@ def _last_on_device(path: Sequence[Node]) -> Node | None:
     return last
 
 
-def _match(path: list[Node]) -> Match:
+def _match(path: list[Node], tokens: Tokens, namespace: str) -> Match:
     device = list(takewhile(lambda node: node.device.is_published, path))
     num_device = sum(node.num_pages for node in device)
     return Match(
@@ -582,4 +717,6 @@ def _match(path: list[Node]) -> Match:
         pages=[page for node in device for page in node.device.pages],
         device_pages=num_device,
         host_pages=sum(node.num_pages for node in path) - num_device,
+        tokens=tokens,
+        namespace=namespace,
     )

@@ -61,10 +61,11 @@ class Insertion:
         carriage.intent, carriage.fill = intent, fill
         carriage.on_refused.append(on_refused)
         self._carriages[intent.serial] = carriage
+        built_on = open_loads(path)
         carriage.attach()
         for node in missing:
             tiers.tree.place(node, Tier.DEVICE, Residency.RESERVED)
-            node.built_on = open_loads(path)
+            node.built_on = built_on
         return True
 
     def _join(self, path: list[Node], on_refused: Callable[[], None]) -> None:
@@ -130,6 +131,23 @@ class Insertion:
                 self._tiers.manager.mark_ended(carriage.intent)
         self._unread.clear()
 
+    def sources(self, nodes: list[Node]) -> tuple[list[int], list[Carriage]]:
+        """Device pages of ``nodes`` for a copy to read, and the undecided inserts it reads.
+
+        The caller says :meth:`reader_ended` of each of those at the end.
+        """
+        pages: list[int] = []
+        inserts: list[Carriage] = []
+        for node in nodes:
+            insert = node.device.carriage
+            if node.device.is_published:
+                pages += node.device.pages
+            elif insert is not None:
+                pages += insert.pages_of(node)
+                insert.num_copies += 1
+                inserts.append(insert)
+        return pages, inserts
+
     def reader_ended(self, carriage: Carriage) -> None:
         """A copy that read the pages of ``carriage`` has ended on this rank."""
         carriage.num_copies -= 1
@@ -177,10 +195,10 @@ class Insertion:
 
 
 def open_loads(path: list[Node]) -> tuple[Carriage, ...]:
-    """The loads that are still running below what is computed on ``path``."""
+    """What is still on its way to the device below what is computed on ``path``, decided or not."""
     loads: list[Carriage] = []
     for node in path:
         carriage = node.device.carriage
-        if node.device.state is Residency.COPYING and carriage and carriage not in loads:
+        if node.device.state is not Residency.ABSENT and carriage and carriage not in loads:
             loads.append(carriage)
     return tuple(loads)

@@ -77,17 +77,23 @@ class LoadBack:
             if ticket.state is TicketState.PENDING:
                 self._open(ticket, min(num_pages, self._count(self._wanted(ticket.path))))
 
-    def cancel(self, request: Request) -> None:
-        """The request was aborted: what is undecided of its loads is withdrawn."""
+    def cancel(self, request: Request, why: str = "the request was aborted") -> None:
+        """The request waits no longer: what is undecided of its loads alone is withdrawn."""
+        if not self._tickets:
+            return
+        mine: list[Carriage] = []
         for ticket in self._tickets:
             if ticket.request is request and ticket.state is TicketState.PENDING:
-                others = [other for other in self._tickets if other is not ticket]
-                for carriage in ticket.carriages:
-                    shared = any(carriage in other.carriages for other in others)
-                    if not shared and carriage.intent is not None and carriage.intent.is_undecided:
-                        self._tiers.manager.withdraw(carriage.intent)
-                ticket.refuse("the request was aborted")
+                ticket.refuse(why)
+                mine += [carriage for carriage in ticket.carriages if carriage not in mine]
         self._tickets = [t for t in self._tickets if t.state is TicketState.PENDING]
+        wanted = [carriage for ticket in self._tickets for carriage in ticket.carriages]
+        for carriage in mine:
+            intent = carriage.intent
+            # What it waited for may also be the insert of another request: that is not its to end.
+            if carriage not in wanted and intent is not None and intent.kind == self.kind:
+                if intent.is_undecided:
+                    self._tiers.manager.withdraw(intent)
 
     def resolve(self) -> None:
         """A step was settled: tell the tickets whose loads are all decided."""
@@ -143,11 +149,10 @@ class LoadBack:
         ticket.carriages = joined
         wanted = self._wanted(ticket.path)
         if not wanted or num_pages < 1:
-            if not joined:
-                ticket.refuse("nothing to load")
+            _do_without(ticket, "nothing to load")
             return
         if num_pages < self._minimum_pages:
-            ticket.refuse("too short: recomputing is cheaper")
+            _do_without(ticket, "too short: recomputing is cheaper")
             return
         anchor: Node | None = None
         for node in ticket.path:
@@ -179,7 +184,7 @@ class LoadBack:
             else:
                 self.num_no_room += 1
                 tiers.manager.note("no room", Tier.DEVICE.value, wanted[0].node_id)
-                ticket.refuse("no device pages can be had")
+                _do_without(ticket, "no device pages can be had")
             return
         ticket.carriages = [*joined, self._carry(intent, wanted, anchor, num_pages)]
 
@@ -221,6 +226,8 @@ class LoadBack:
         carriage = self._carriages[intent.serial]
         if self._tiers.desk.room < len(carriage.nodes):
             return 0
+        if not all(node.host.is_published for node in carriage.nodes):
+            return 0  # agreed: its backup failed after this was asked for
         carriage.pages = self._tiers.pools[Tier.DEVICE].reserve_up_to(num_pages)
         return len(carriage.pages)
 
@@ -309,6 +316,12 @@ class LoadBack:
     def held_pages(self) -> list[int]:
         """Device pages of this rank that open loads own."""
         return [page for carriage in self._carriages.values() for page in carriage.pages]
+
+
+def _do_without(ticket: Ticket, why: str) -> None:
+    """Nothing is loaded for this ticket itself; others may bring something for its path."""
+    if not ticket.carriages:
+        ticket.refuse(why)
 
 
 def _undecided(carriage: Carriage) -> bool:

@@ -78,10 +78,14 @@ class Node:
         "carriages",
         "children",
         "device",
+        "hashes",
         "hits",
         "host",
         "is_alive",
+        "is_dropped",
         "is_queued",
+        "is_stored",
+        "keys",
         "last_access",
         "namespace",
         "node_id",
@@ -114,8 +118,14 @@ class Node:
         self.built_on: tuple[Carriage, ...] = ()
         # Every open intent about this node, draining ones too: a split must tell them all.
         self.carriages: list[Carriage] = []
+        # Names of its pages, once somebody has asked for them: in storage (this rank's own), and
+        # in events (equal on all ranks).
+        self.keys: list[bytes] = []
+        self.hashes: list[int] = []
         self.is_alive = True
         self.is_queued = False
+        self.is_stored = False  # buffer-only: it has been handed to storage
+        self.is_dropped = False  # buffer-only: it can never be staged, nor what lies below it
 
     def __repr__(self) -> str:
         return (

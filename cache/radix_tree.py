@@ -28,7 +28,8 @@ _INT32 = np.dtype(np.int32)
 class RadixTree:
     """Prefixes of tokens, one tree per namespace.
 
-    ``note(tag, *values)`` receives every change; its values are equal on all ranks.
+    ``note(tag, *values)`` receives every change; its values are equal on all ranks. ``on_place``
+    hears of each node that becomes published in a tier, or ceases to be.
     """
 
     def __init__(self, page_size: int, policy: EvictionPolicy, note: Callable[..., None]) -> None:
@@ -38,6 +39,7 @@ class RadixTree:
         self.order = {tier: EvictionOrder(tier, policy) for tier in Tier}
         self.num_pinned = dict.fromkeys(Tier, 0)  # pages
         self.num_evictable = dict.fromkeys(Tier, 0)  # pages that could all go, leaves first
+        self.on_place: Callable[[Node, Tier], None] | None = None
         self._roots: dict[str, Node] = {}
         self._note = note
         self._ghosts: dict[int, Node] = {}  # deleted, but a copy or request still pins them
@@ -97,6 +99,7 @@ class RadixTree:
         rest = np.array(tokens[position:end], dtype=np.int32)
         leaf = self._new_node(parent, rest, namespace)
         leaf.last_access = self._clock
+        leaf.hits = 1
         parent.children[self._page_key(rest, 0)] = leaf
         digest = xxhash.xxh3_64_intdigest(rest.tobytes()) & MASK62
         self._note("insert", leaf.node_id, parent.node_id, leaf.num_pages, digest)
@@ -114,6 +117,9 @@ class RadixTree:
         upper = self._new_node(parent, node.tokens[:cut], node.namespace)
         upper.last_access, upper.hits = node.last_access, node.hits
         upper.is_queued, upper.built_on = node.is_queued, node.built_on
+        upper.is_stored, upper.is_dropped = node.is_stored, node.is_dropped
+        upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
+        upper.hashes, node.hashes = node.hashes[:num_pages], node.hashes[num_pages:]
         parent.children[self._page_key(upper.tokens, 0)] = upper
         node.tokens = node.tokens[cut:]
         node.num_pages -= num_pages
@@ -165,6 +171,8 @@ class RadixTree:
             node.parent.at(tier).num_children += 1 if before is Residency.ABSENT else -1
             self.order[tier].offer(node.parent)
         self.order[tier].offer(node)
+        if self.on_place is not None and (before >= Residency.COPYING) != presence.is_published:
+            self.on_place(node, tier)
 
     def _stand(self, node: Node, tier: Tier) -> None:
         """``node`` has changed: count anew what may go of it, and of its path where that changes.

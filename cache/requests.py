@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import xxhash
 
-from cache.node import Node, Tier
+from cache.node import Node, Tier, Tokens
 from cache.radix_tree import RadixTree
 from consensus.ballot import MASK62
 from consensus.errors import Misuse
@@ -55,6 +55,19 @@ class Request:
         self.host_hit_pages = 0
         self.must_recompute = False
         self.why = ""
+
+    def requires(self, tokens: Tokens, namespace: str) -> None:
+        """Raise :class:`Misuse` unless ``tokens`` continue, or are part of, the prefix it holds."""
+        position = 0
+        for node in [] if self.held is None else self.held.path():
+            part = tokens[position : position + len(node.tokens)]
+            position += len(node.tokens)
+            same = part.tobytes() == node.tokens[: len(part)].tobytes()
+            if not same or node.namespace != namespace:
+                raise Misuse(
+                    f"request {self.name!r} inserts other tokens than those of the prefix it holds:"
+                    " insert its whole prompt, in the namespace in which it was matched"
+                )
 
     @property
     def held_pages(self) -> int:

@@ -24,25 +24,21 @@ class Withdrawal:
 
     def retract_host(self, node: Node) -> None:
         """Unpublish ``node`` and all its descendants on HOST, leaves first."""
-        for child in list(node.children.values()):
-            self.retract_host(child)
-        self._retract(node, Tier.HOST)
+        for below in _leaves_first(node):
+            self._retract(below, Tier.HOST)
 
     def retract_load(self, node: Node, load: Carriage) -> None:
         """The load that brought ``node`` to DEVICE failed: take it and what is below it off again.
 
         What the engine computed on top of the load is void in every tier, and requests that hold
-        any of it must recompute.
+        any of it, or have finished on it, must recompute.
         """
         self.must_recompute += self._requests.void(node)
-        self._retract_device(node, load)
-
-    def _retract_device(self, node: Node, load: Carriage) -> None:
-        for child in list(node.children.values()):
-            self._retract_device(child, load)
-        if load in node.built_on:
-            self._retract(node, Tier.HOST)
-        self._retract(node, Tier.DEVICE)
+        self.must_recompute += [name for name, held in load.readers if node in held.path()]
+        for below in _leaves_first(node):
+            if load in below.built_on and below.host.state:
+                self.retract_host(below)  # with older copies below it: nobody could reach them
+            self._retract(below, Tier.DEVICE)
 
     def _retract(self, node: Node, tier: Tier) -> None:
         presence = node.at(tier)
@@ -55,3 +51,12 @@ class Withdrawal:
             presence.carriage = None
         elif presence.state is Residency.ABSENT:
             self._tiers.hollow([node])
+
+
+def _leaves_first(top: Node) -> list[Node]:
+    """``top`` and all that is below it, children before parents."""
+    nodes = [top]
+    for node in nodes:  # grows while it is read
+        nodes.extend(node.children.values())
+    nodes.reverse()
+    return nodes

@@ -11,6 +11,7 @@ made from agreed state. Each node is one intent, all of them share one copy and 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from cache.carriage import Carriage
 from cache.insertion import Insertion
@@ -30,8 +31,17 @@ class WriteThrough:
     kind = "back_up"
 
     def __init__(
-        self, tiers: Tiers, insertion: Insertion, withdrawal: Withdrawal, *, queue_nodes_max: int
+        self,
+        tiers: Tiers,
+        insertion: Insertion,
+        withdrawal: Withdrawal,
+        *,
+        queue_nodes_max: int,
+        hits_needed: int = 1,
+        on_backed_up: Callable[[list[Node]], None] | None = None,
     ) -> None:
+        self._hits_needed = hits_needed
+        self._on_backed_up = on_backed_up
         self._tiers = tiers
         self._insertion = insertion
         self._withdrawal = withdrawal
@@ -41,6 +51,7 @@ class WriteThrough:
         self.num_commits = 0
         self.num_aborts = 0
         self.num_no_room = 0
+        self.num_deferred = 0
         self.num_dropped = 0
 
     # -- the queue -------------------------------------------------------------------------------
@@ -60,7 +71,7 @@ class WriteThrough:
         if not self._tiers.manager.ledger.usable(Tier.HOST.value):
             return
         for node in path:
-            if not node.host.state:
+            if not node.host.state and node.hits >= self._hits_needed:
                 self.add(node)
 
     @property
@@ -146,16 +157,7 @@ class WriteThrough:
     def start(self, intent: Intent) -> None:
         """Put its part into the merged copy of this step, so that the copy hides the vote."""
         carriage = self._carriages[intent.serial]
-        source: list[int] = []
-        inserts: list[Carriage] = []
-        for node in carriage.nodes:
-            insert = node.device.carriage
-            if node.device.is_published:
-                source += node.device.pages
-            elif insert is not None:
-                source += insert.pages_of(node)
-                insert.num_copies += 1
-                inserts.append(insert)
+        source, inserts = self._insertion.sources(carriage.nodes)
 
         def on_end(ok: bool) -> None:
             for insert in inserts:
@@ -191,10 +193,15 @@ class WriteThrough:
         for node in carriage.detach():
             if intent.state is State.DONE:
                 tiers.tree.place(node, Tier.HOST, Residency.RESIDENT)
+                if self._on_backed_up is not None:
+                    self._on_backed_up([node])
             tiers.tree.unpin(node, Tier.DEVICE)
             tiers.tree.unpin(node, Tier.HOST)
         if intent.state is not State.DONE:
             tiers.pools[Tier.HOST].free(carriage.pages)
+
+    def requeue(self) -> None:
+        """A ballot was settled: what it refused is not tried again by itself."""
 
     def clear(self, *, keeps_stock: bool) -> None:
         """The epoch is over: nothing of it is open or queued any more."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         KvpactError,
         Misuse,
         PeerError,
+        PeerLeft,
         PeerLost,
         RankStalled,
         ResourceError,
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
     from consensus.manager import TransactionManager
     from consensus.membership import Membership
     from consensus.participant import Intent, Outcome, OutcomeKind, Participant
-    from consensus.step import StepLimits, Stepper
+    from consensus.report import Policy
+    from consensus.step import Carrier, StepLimits, Stepper
     from consensus.store import Store, TcpStore
 
 __all__ = [
     "BadInput",
+    "Carrier",
     "Divergence",
     "Entry",
     "GlooGroup",
@@ -49,7 +52,9 @@ __all__ = [
     "OutcomeKind",
     "Participant",
     "PeerError",
+    "PeerLeft",
     "PeerLost",
+    "Policy",
     "RankStalled",
     "ResourceError",
     "Schema",
@@ -74,6 +79,7 @@ _MODULES = {
         "KvpactError",
         "Misuse",
         "PeerError",
+        "PeerLeft",
         "PeerLost",
         "RankStalled",
         "ResourceError",
@@ -84,7 +90,8 @@ _MODULES = {
     "manager": ("TransactionManager",),
     "membership": ("Membership",),
     "participant": ("Intent", "Outcome", "OutcomeKind", "Participant"),
-    "step": ("StepLimits", "Stepper"),
+    "report": ("Policy",),
+    "step": ("Carrier", "StepLimits", "Stepper"),
     "store": ("Store", "TcpStore"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -179,13 +179,7 @@ def _stall(
     # Who was asked says where it is itself, not what the others wait for.
     waited_for = [report.at_step for report in reports.values() if report.cause != "asked"]
     at_step = min(waited_for or [report.at_step for report in reports.values()])
-    late: list[int] = []
-    if any(report.cause in ("waited", "late") for report in reports.values()):
-        late = [
-            rank
-            for rank, report in sorted(reports.items())
-            if report.cause == "late" or report.posted < at_step
-        ]
+    late = _late(reports, at_step)
     named = sorted({*missing, *late})
     if not named:
         return SealedError(
@@ -211,6 +205,23 @@ def _stall(
         waited_s=max(report.waited_s for report in reports.values()),
         dead=bool(gone),
     )
+
+
+def _late(reports: Mapping[int, Report], at_step: int) -> list[int]:
+    """Ranks that came when others had given ``at_step`` up already, and not merely heard of it.
+
+    A rank that waited for the straggler itself is refused the verdict as well: it waited longer.
+    """
+    if not any(report.cause in ("waited", "late") for report in reports.values()):
+        return []
+    waited_s = {
+        rank: report.waited_s if report.posted >= at_step else 0.0
+        for rank, report in sorted(reports.items())
+        if report.cause == "late" or report.posted < at_step
+    }
+    least_s = min(waited_s.values(), default=0.0)
+    tolerance_s = 0.1 * max(report.waited_s for report in reports.values())
+    return [rank for rank, waited in waited_s.items() if waited <= least_s + tolerance_s]
 
 
 def _last_seen(rank: int, seen: LastSeen | None) -> Sequence[str]:

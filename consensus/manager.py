@@ -269,6 +269,7 @@ class TransactionManager:
         intents = () if is_broken else tuple(self._open.values())
         voted = () if is_broken else tuple(self._unposted)
         num_slots = self._write_slots(vector, intents)
+        self.journal.fact("post", iteration, len(intents))
         self._posted.append(PostedBallot(self.step, header, intents, voted, num_slots))
         return vector
 

@@ -7,11 +7,14 @@ done afterwards, over all ranks, by :mod:`harness.scenario`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import msgspec
 
+from cache.content import page_hashes
 from cache.hierarchical_cache import StepResult
 from cache.node import Residency, Tier
+from cache.storing import STORAGE
 from cache.ticket import Ticket, TicketState
 from consensus.errors import InternalError, KvpactError
 from harness.checkers import Snapshot, snapshot
@@ -112,6 +115,8 @@ class Agent:
         self._exit_now = exit_now
         self._iteration = 0
         self._tickets: dict[str, Ticket] = {}
+        self._fetches: dict[str, Ticket] = {}
+        self._stored: set[int] = set()  # membership only: hashes of pages that every rank stored
         self._holding: set[str] = set()
         self._engine = Engine(rank)
 
@@ -175,14 +180,21 @@ class Agent:
                     self.board.arm(entry)
             case Heal():
                 self.board.heal()
-                self.rank.mover.heal()
+                self.rank.heal()
             case Expect():
                 self._expect(entry)
             case Reset():
                 self.cache.reset()
                 self._let_go()
-            case Prefetch() | AttachStorage() | DetachStorage():
-                raise InternalError(f"entry {entry.number} should have been refused before")
+            case Prefetch():
+                self._fetches[entry.request] = self.cache.prefetch(
+                    entry.request, expand(entry.tokens)
+                )
+                self._let_go()
+            case AttachStorage():
+                self.cache.attach_storage()
+            case DetachStorage():
+                self.cache.detach_storage()
 
     def _end(self, name: str) -> None:
         self._holding.discard(name)
@@ -208,7 +220,7 @@ class Agent:
 
     def _let_go(self) -> None:
         """A load-back holds its prefix until it is decided, not longer: nobody computes here."""
-        for name, ticket in self._tickets.items():
+        for name, ticket in [*self._tickets.items(), *self._fetches.items()]:
             if ticket.state is TicketState.PENDING or name in self._holding:
                 continue
             if self.cache.requests.get(name) is ticket.request:
@@ -311,27 +323,42 @@ class Agent:
                 seen[tier] = {
                     text: size * self.cache.peek(expand(parse_ranges(text)))[tier] for text in asked
                 }
+        if entry.storage is not None:
+            seen["storage"] = {text: size * self._stored_pages(text) for text in entry.storage}
         if entry.free is not None:
-            pools = self.cache.tiers.pools
-            seen["free"] = {name: pools[Tier(name)].num_free for name in entry.free}
+            pools = {pool.name: pool for pool in self.cache.tiers.pools.values()}
+            seen["free"] = {name: pools[name].num_free for name in entry.free}
         if entry.pinned is not None:
             pinned = self.cache.tree.num_pinned
             seen["pinned"] = {name: pinned[Tier(name)] for name in entry.pinned}
         if entry.loaded is not None:
-            seen["loaded"] = {name: size * self._loaded(name) for name in entry.loaded}
+            tickets = {**self._fetches, **self._tickets}
+            seen["loaded"] = {name: size * _brought(tickets[name]) for name in entry.loaded}
+        if entry.prefetched is not None:
+            tickets = self._fetches
+            seen["prefetched"] = {n: size * _brought(tickets[n]) for n in entry.prefetched}
         if entry.counters is not None:
-            known = {**self.cache.metrics(), "deferred": 0}
+            known = self.cache.metrics()
             seen["counters"] = {name: known[name] for name in entry.counters}
         if entry.right_bytes is not None:
             seen["right_bytes"] = {text: self._is_right(text) for text in entry.right_bytes}
         story = [str(line) for line in self.cache.journal.tail(12)]
         self.record.observations.append(Observation(entry.number, seen, story))
 
-    def _loaded(self, name: str) -> int:
-        ticket = self._tickets[name]
-        return ticket.num_pages if ticket.state is TicketState.READY else 0
+    def _stored_pages(self, text: str) -> int:
+        """Leading pages of a prefix whose storage write ended well on every rank."""
+        for event in self.cache.events():
+            if event.tier == STORAGE:
+                self._stored.update(event.pages)
+        hashes = page_hashes(expand(parse_ranges(text)), self.scenario.world.page_size)
+        return sum(1 for _ in takewhile(self._stored.__contains__, hashes))
 
     def _is_right(self, text: str) -> int:
         """1: all of the prefix that is on DEVICE has the right bytes."""
         nodes, _ = self.cache.tree.walk(expand(parse_ranges(text)))
         return int(not self.rank.wrong_bytes([n for n in nodes if n.device.is_published]))
+
+
+def _brought(ticket: Ticket) -> int:
+    """Pages that came of a ticket."""
+    return ticket.num_pages if ticket.state is TicketState.READY else 0

@@ -209,6 +209,17 @@ def generate_trace(
     return HOLDS
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def soak(context: typer.Context) -> int:
+    """Run all ranks for a night under load and faults, on Ray, and report. See soak --help."""
+    from harness import soak_cli
+
+    return soak_cli.run(context.args)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; nothing but a bug of ours leaves as a traceback.
 

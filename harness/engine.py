@@ -66,13 +66,16 @@ class Engine:
         if end <= held or request.must_recompute:
             return
         loads = self._cache.start_loading([name])
-        self._cache.wait_layer(self._cache.config.kv_shape.layers - 1, loads, 0.0)
+        layers = self._cache.config.kv_shape.layers
+        has_arrived = self._cache.wait_layer(layers - 1, loads, 0.0)
         device = self._rank.tensors[Tier.DEVICE]
         nodes = request.held.path() if request.held is not None else []
         prefix = [page for node in nodes for page in node.device.pages]
         right = matches_pages(device, prefix, running.hashes[:held], self._cache.rank)
         own, hashes = request.private[: end - held], running.hashes[held:end]
-        if not all(right):
+        # A forward that has to wait longer computes the right bytes if the load ends well at last;
+        # if it does not, what it computed is withdrawn whatever it is.
+        if has_arrived and not all(right):
             hashes = [page_hash ^ _WRONG for page_hash in hashes]
         fill_pages(device, own, hashes, self._cache.rank)
         size = self._cache.config.page_size

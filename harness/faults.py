@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from cache.mover import NO_FAULT, Direction, Part, PartPlan
 from cache.page_pool import PagePool
+from cache.storage.requests import NO_PAGE_FAULT, PagePlan
 from harness.scenario_model import Fault
 
 __all__ = ["FaultBoard", "FaultyPool"]
@@ -71,6 +72,26 @@ class FaultBoard:
                 return PartPlan(corrupt=True)
             case _:
                 return NO_FAULT
+
+
+    def plan_page(self, site: str, key: bytes) -> PagePlan:
+        """The seam of storage workers: one page of a request is one occasion."""
+        if not self._armed:
+            return NO_PAGE_FAULT
+        fault = self.strike(site)
+        match fault.action if fault is not None else "":
+            case "delay":
+                return PagePlan(delay_collects=fault.steps if fault is not None else 0)
+            case "hang":
+                return PagePlan(delay_collects=None)
+            case "fail":
+                return PagePlan(ok=False)
+            case "corrupt":
+                return PagePlan(corrupt=True)
+            case "miss":
+                return PagePlan(miss=True)
+            case _:
+                return NO_PAGE_FAULT
 
 
 class FaultyPool(PagePool):

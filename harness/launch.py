@@ -36,6 +36,9 @@ MAX_OUTPUT_BYTES = 16 << 10
 #: Between asking a rank to end and killing it.
 TERMINATE_S = 0.5
 POLL_S = 0.02
+#: Torch's store looks up the name of every peer that connects, in its one thread: where no name
+#: server answers, all ranks would find the store silent for the 5 s that is the usual patience.
+RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 class RankReport(msgspec.Struct):
@@ -188,6 +191,8 @@ class Launch:
             # Only here: ranks that need no store need not wait two seconds for torch either.
             from consensus.group import serve_tcp_store
 
+            for name, value in RESOLVER.items():
+                os.environ.setdefault(name, value)
             self._store, self.store_port = serve_tcp_store()
         try:
             for rank in range(self.num_ranks):
@@ -332,7 +337,7 @@ def _has_failed(child: _Child) -> bool:
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:
-    env = dict(os.environ)
+    env = RESOLVER | dict(os.environ)
     # Imports find what the launcher finds.
     env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     env["PYTHONUNBUFFERED"] = "1"

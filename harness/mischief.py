@@ -32,6 +32,8 @@ __all__ = ["Mischief", "SoakBoard"]
 _COPY_SITES: Final = {Direction.TO_HOST: "write", Direction.TO_DEVICE: "load"}
 #: A process fault strikes within so long after its step began.
 SCATTER_S: Final = 0.02
+#: Before a rank kills itself: what it told of it has to get out first.
+TELL_S: Final = 1.0
 _HOG: Final = """
 import os, sys, time
 end, parent = time.monotonic() + float(sys.argv[1]), os.getppid()
@@ -162,8 +164,8 @@ class Mischief:
             child.wait()
         self._children.clear()
 
-    def _struck(self, name: str, skipped: str = "") -> None:
-        self._tell(FaultEvent(self._rank, self._step, self._clock_s(), name, skipped))
+    def _struck(self, name: str, skipped: str = "", in_s: float = 0.0) -> None:
+        self._tell(FaultEvent(self._rank, self._step, self._clock_s() + in_s, name, skipped))
 
     def _carry_out(self, line: FaultLine, draw: random.Random, tree: RadixTree) -> None:
         match line.site:
@@ -178,6 +180,7 @@ class Mischief:
             case site:
                 self.board.arm(
                     Fault(
+                        number=0,
                         rank=self._rank,
                         site=site,
                         action=line.action,
@@ -210,15 +213,14 @@ class Mischief:
                 subprocess.Popen([sys.executable, "-S", "-c", _HOG, str(line.seconds)])
             )
             return
-        self._struck(line.name)
-        act = self._kill if line.action == "kill" else self._stop
-        timer = threading.Timer(draw.uniform(0, SCATTER_S), act, [line.seconds or 0.0])
+        is_kill = line.action == "kill"
+        in_s = draw.uniform(0, SCATTER_S) + (TELL_S if is_kill else 0.0)
+        self._struck(line.name, in_s=in_s)
+        timer = threading.Timer(in_s, self._kill if is_kill else self._stop, [line.seconds or 0.0])
         timer.daemon = True
         timer.start()
 
     def _kill(self, seconds: float) -> None:
-        # The report of this strike has to get out first.
-        time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _stop(self, seconds: float) -> None:

@@ -80,7 +80,7 @@ def _bounds(cache: HierarchicalCache) -> list[str]:
         found.append(f"{stepper.num_in_flight} ballots in flight with lag {config.lag}")
     bounds = {
         "open intents": (len(manager.open_intents), config.num_slots),
-        "nodes to back up": (cache.write_through.num_queued, config.write_queue_nodes_max),
+        "nodes to back up": (cache.backup.num_queued, config.write_queue_nodes_max),
         "loads that wait": (cache.load_back.num_waiting, config.waiting_tickets_max),
         "page tickets that wait": (cache.engine_pages.num_waiting, config.waiting_tickets_max),
     }

@@ -11,6 +11,8 @@ from cache.hierarchical_cache import HierarchicalCache
 from cache.mover import Mover, PlanPart
 from cache.node import Node, Tier
 from cache.page_pool import PagePool
+from cache.storage import Identity, PageKeys, Workers
+from cache.storage_desk import StorageDesk
 from cache.tensors import KVTensors
 from consensus.epoch import Locator
 from consensus.group import Group
@@ -19,7 +21,7 @@ from consensus.step import Beacon
 from consensus.store import Store
 from harness.checkers import hashes_of, wrong_bytes
 
-__all__ = ["MakeMover", "Rank"]
+__all__ = ["MakeMover", "Rank", "identity_of"]
 
 MakeMover = Callable[[KVTensors, KVTensors, PlanPart | None], Mover]
 
@@ -42,9 +44,15 @@ class Rank:
         regroup: Callable[[int], Group] | None = None,
         plan_part: PlanPart | None = None,
         device: str = "cpu",
+        workers: Workers | None = None,
     ) -> None:
         self.tensors = make_tensors(config, device)
         self.mover = make_mover(self.tensors[Tier.DEVICE], self.tensors[Tier.HOST], plan_part)
+        self.workers = workers
+        desk: StorageDesk | None = None
+        if workers is not None:
+            keys = PageKeys(identity_of(config, group.rank, group.size))
+            desk = StorageDesk(workers, keys, pools[Tier.HOST], self.tensors[Tier.HOST])
         self.cache = HierarchicalCache(
             config,
             group=group,
@@ -56,7 +64,20 @@ class Rank:
             locator=locator,
             beacon=beacon,
             regroup=regroup,
+            storage=desk,
         )
+
+    def heal(self) -> None:
+        """What a fault withheld ends at the next step."""
+        self.mover.heal()
+        if self.workers is not None:
+            self.workers.heal()
+
+    def close(self) -> None:
+        """End the cache and the storage's threads; bounded."""
+        self.cache.close()
+        if self.workers is not None:
+            self.workers.close()
 
     def compute(self, nodes: list[Node], pages: list[int]) -> None:
         """Write what an engine would compute for ``nodes`` into device ``pages``, in order."""
@@ -66,3 +87,15 @@ class Rank:
     def wrong_bytes(self, nodes: list[Node] | None = None) -> list[str]:
         """See :func:`harness.checkers.wrong_bytes`."""
         return wrong_bytes(self.cache, self.tensors, nodes)
+
+
+def identity_of(config: CacheConfig, rank: int, num_ranks: int) -> Identity:
+    """Whose pages the storage holds: nothing of another model, layout or rank fits."""
+    shape = config.kv_shape
+    return Identity(
+        model="kvpact-harness",
+        layout=f"{shape.layers}x{shape.heads}x{shape.dim} {shape.dtype}",
+        page_size=config.page_size,
+        rank=rank,
+        tp=num_ranks,
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -10,6 +12,7 @@ from rich.console import Console
 from cache.config import CacheConfig
 from cache.hierarchical_cache import schema_of
 from cache.node import Tier
+from cache.storage import BackendBase, DeferredWorkers, Workers, open_backend
 from cache.tensors import KVShape
 from cache.transfer import DeferredMover
 from consensus.errors import Misuse
@@ -19,16 +22,8 @@ from harness.agent import Agent, Observation, Raised, RankRecord
 from harness.checkers import Snapshot, compare
 from harness.faults import FaultBoard, FaultyPool
 from harness.files import write_bytes
-from harness.rank import Rank
-from harness.scenario_model import (
-    AttachStorage,
-    DetachStorage,
-    Do,
-    Expect,
-    Prefetch,
-    Scenario,
-    World,
-)
+from harness.rank import Rank, identity_of
+from harness.scenario_model import Do, Expect, Scenario, World
 from harness.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
 
 __all__ = ["Result", "judge", "run_files", "run_sim", "unsupported", "world_config"]
@@ -52,13 +47,9 @@ def unsupported(scenario: Scenario) -> str:
     """Why this version cannot run ``scenario`` yet; empty: it can."""
     world = scenario.world
     needs = {
-        f"mode {world.mode}": world.mode != "write_through",
-        "a storage tier": world.storage != "none",
+        f"mode {world.mode}": world.mode == "write_back",
         "side pools": bool(world.side_pools),
     }
-    for entry in scenario.do:
-        if isinstance(entry, Prefetch | AttachStorage | DetachStorage):
-            needs[type(entry).__name__] = True
     return ", ".join(need for need, needed in needs.items() if needed)
 
 
@@ -80,6 +71,8 @@ def world_config(world: World, rank: int) -> CacheConfig:
         warn_s=world.deadline_s / 2,
         grace_s=min(0.5, world.deadline_s / 2),
         policy=world.policy,
+        mode=world.mode,
+        events_max=1 << 20,
     )
 
 
@@ -87,8 +80,18 @@ def make_pools(world: World, rank: int, board: FaultBoard) -> dict[Tier, FaultyP
     """The pools of one rank, with the seam for refusals."""
     return {
         Tier.DEVICE: FaultyPool("device", world.device_pages[rank], board),
-        Tier.HOST: FaultyPool("host", world.host_pages[rank], board),
+        Tier.HOST: FaultyPool(
+            "staging" if world.mode == "buffer_only" else "host", world.host_pages[rank], board
+        ),
     }
+
+
+def open_storage(world: World, config: CacheConfig, rank: int, directory: str) -> BackendBase:
+    """The storage backend of one rank of a scenario's world."""
+    identity = identity_of(config, rank, world.num_ranks)
+    if world.storage == "file":
+        return open_backend("file", identity, path=directory)
+    return open_backend("memory", identity)
 
 
 def agreed_pages(world: World) -> dict[str, int]:
@@ -109,21 +112,34 @@ def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) 
         Journal(rank, path=journals / f"rank{rank}.jsonl" if journals is not None else None)
         for rank in range(world.num_ranks)
     ]
-    agents = [_sim_agent(scenario, rank, net, store, books[rank]) for rank in range(len(books))]
-    try:
-        run_programs([agent.program() for agent in agents], net, seed)
-    finally:
-        for book in books:
-            book.close()
+    with tempfile.TemporaryDirectory(prefix="kvpact-") as directory:
+        agents = [
+            _sim_agent(scenario, rank, net, store, book, directory)
+            for rank, book in enumerate(books)
+        ]
+        try:
+            run_programs([agent.program() for agent in agents], net, seed)
+        finally:
+            for agent in agents:
+                agent.rank.close()
     records = [agent.record for agent in agents]
     return Result(scenario.path, scenario.name, "sim", seed, judge(scenario, records), records)
 
 
 def _sim_agent(
-    scenario: Scenario, rank: int, net: SimNet, store: MemoryStore, journal: Journal
+    scenario: Scenario,
+    rank: int,
+    net: SimNet,
+    store: MemoryStore,
+    journal: Journal,
+    directory: str,
 ) -> Agent:
     board = FaultBoard()
     config = world_config(scenario.world, rank)
+    workers: Workers | None = None
+    if scenario.world.storage != "none":
+        backend = open_storage(scenario.world, config, rank, directory)
+        workers = DeferredWorkers(backend, plan_page=board.plan_page)
     real = Rank(
         config,
         group=SimGroup(net, rank),
@@ -136,6 +152,7 @@ def _sim_agent(
         beacon=SimBeacon(net, rank),
         regroup=lambda epoch: SimGroup(net, rank, epoch),
         plan_part=board.plan_part,
+        workers=workers,
     )
     return Agent(
         scenario,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from typing import Self
 
 import msgspec
 
 from cache.assembly import join_replica
+from cache.storage import StorageWorkers, Workers
 from cache.transfer import CpuMover
 from consensus.errors import InternalError, KvpactError
 from consensus.journal import Journal
@@ -17,7 +20,7 @@ from harness.child import RankContext
 from harness.faults import FaultBoard
 from harness.launch import Launch
 from harness.rank import Rank
-from harness.scenario import Result, judge, make_pools, world_config
+from harness.scenario import Result, judge, make_pools, open_storage, world_config
 from harness.scenario_model import Fault, Scenario
 
 __all__ = ["GlooRanks", "run_gloo", "run_rank", "serve"]
@@ -111,6 +114,12 @@ def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
         ranks=range(world.num_ranks),
     )
     board = FaultBoard()
+    workers: Workers | None = None
+    directory = ""
+    if world.storage != "none":
+        directory = os.path.join(tempfile.gettempdir(), f"kvpact-{context.store_port}", name)
+        backend = open_storage(world, config, context.rank, directory)
+        workers = StorageWorkers(backend, plan_page=board.plan_page)
     real = Rank(
         config,
         group=membership.group,
@@ -123,10 +132,12 @@ def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
         beacon=membership.watch,
         regroup=membership.regroup,
         plan_part=board.plan_part,
+        workers=workers,
     )
 
     def settle_copies() -> None:
-        if not real.mover.wait_all(_COPIES_S):
+        ended = real.mover.wait_all(_COPIES_S)
+        if not ended or not (workers is None or workers.wait_all(_COPIES_S)):
             raise InternalError(f"copies did not end within {_COPIES_S:g} s", rank=context.rank)
 
     def exit_now() -> None:
@@ -141,7 +152,9 @@ def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
             real.cache.stepper.pause()
     context.send(msgspec.to_builtins(agent.record))
     membership.leave(4 * world.deadline_s + 5.0)
-    real.cache.close()
+    real.close()
+    if world.storage == "file":
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _steps(scenario: Scenario) -> int:

@@ -9,6 +9,7 @@ import collections
 import math
 import sys
 import threading
+import time
 import traceback
 from typing import Final, TypeVar
 
@@ -120,7 +121,7 @@ class End(msgspec.Struct, frozen=True):
     """How a rank's loop ended. ``how``: ``done``, ``stopped`` (asked to) or ``raised``.
 
     ``leftovers`` are what should have come back to its baseline and did not; ``tail`` the last
-    decisions of the journal, as ``(index, line)``.
+    decisions of the journal, as ``(index, line)``. ``at_s`` counts from when the ranks had met.
     """
 
     how: str
@@ -181,10 +182,19 @@ class Feed:
         self.end: End | None = None
         self.stop_asked = threading.Event()
         self._loop_thread = 0
+        self._began_s = time.monotonic()
 
     def begin(self) -> None:
         """The calling thread is the one whose stack is of interest."""
         self._loop_thread = threading.get_ident()
+
+    def begin_clock(self) -> None:
+        """The ranks have met: from here on time is counted."""
+        self._began_s = time.monotonic()
+
+    def now_s(self) -> float:
+        """Seconds since the ranks have met."""
+        return time.monotonic() - self._began_s
 
     def add_snapshot(self, snap: Snapshot) -> None:
         """Keep it until it is taken; the comparison misses what had to be dropped."""

@@ -200,7 +200,7 @@ class SoakLoop:
             leftovers=tuple(self._leftovers()),
             drain_steps=self.engine.drain_steps,
             tail=self._tail(),
-            at_s=self.feed.at_s,
+            at_s=self.feed.now_s(),
         )
 
     def fail(self, error: BaseException) -> None:
@@ -216,7 +216,7 @@ class SoakLoop:
             traceback="".join(traceback.format_exception(error))[-8000:],
             tail=self._tail(),
             drain_steps=self.engine.drain_steps,
-            at_s=self.feed.at_s,
+            at_s=self.feed.now_s(),
         )
 
     def close(self) -> None:
@@ -300,6 +300,8 @@ def run_soak_rank(
         except BaseException as error:  # noqa: BLE001
             loop.close()
             loop.fail(error)
+            # Its connections break now, so that nobody waits for it until the deadline.
+            loop.rank.cache.close()
         feed.phase = "ended"
 
 
@@ -323,9 +325,10 @@ def _join(
         ranks=range(config.num_ranks),
         start_timeout_s=start_timeout_s,
     )
+    feed.begin_clock()
     stack.callback(membership.leave, LEAVE_S)
     mischief = Mischief(
-        config.plan, feed.rank, config.fault_seed, feed.events.append, lambda: feed.at_s
+        config.plan, feed.rank, config.fault_seed, feed.events.append, feed.now_s
     )
     stack.callback(mischief.close)
     rank = Rank(

@@ -27,6 +27,7 @@ class OwnVotes:
         self._group = group
         self._first_slot = first_slot
         self.rank = group.rank
+        self.ranks = group.ranks
         self.size = group.size
         self.width = group.width
 

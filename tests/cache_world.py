@@ -24,6 +24,7 @@ from consensus.errors import KvpactError
 from consensus.journal import Journal
 from consensus.store import MemoryStore
 from harness.checkers import Snapshot, compare, snapshot
+from harness.promises import broken_promises
 from harness.faults import FaultBoard, FaultyPool
 from harness.rank import Rank
 from harness.scenario_model import Fault
@@ -139,6 +140,7 @@ class World:
         for rank in self.ranks:
             audit(rank.cache)
             assert rank.wrong_bytes() == []
+            assert broken_promises(rank.cache) == []
         snapshots = [snapshot(cache) for cache in self.caches]
         assert compare(snapshots) == []
         self.snapshots.append(snapshots)

@@ -220,6 +220,19 @@ def test_a_late_rank_is_named() -> None:
     assert "rank 1 came too late" in error.message
 
 
+def test_a_rank_that_waited_for_the_late_one_is_not_named_with_it() -> None:
+    """It too is refused the verdict, when a third rank has given the step up."""
+    reports = [
+        report(0, waited_s=10.0),
+        report(1, "late", waited_s=0.01),
+        report(2, "late", waited_s=9.9),
+        report(3, "late", waited_s=4.0),
+    ]
+    assert error_of(reports).ranks == (1,)
+    both = [report(0, waited_s=10.0), *(report(r, "late", waited_s=0.1 * r) for r in (1, 2))]
+    assert error_of(both).ranks == (1, 2)
+
+
 def test_a_rank_asked_before_it_had_posted_is_late_too() -> None:
     """It came to the store in time for a report, but not to the step."""
     asked = report(1, "asked", 6, posted=6, settled=5)

@@ -228,7 +228,8 @@ def test_abort_in_every_state(lag: int, when: int) -> None:
 def test_who_finds_no_slot_waits_in_line() -> None:
     world = World(device_pages=64, host_pages=64, num_slots=16)
     texts = [chr(ord("A") + index) for index in range(20)]
-    world.store(*texts)
+    world.store(*texts[:10])
+    world.store(*texts[10:])
     world.evict(DEVICE, 64)
     tickets = [world.load(text, text) for text in texts]
     assert world.same(lambda cache: cache.load_back.num_waiting) == 4
@@ -360,14 +361,13 @@ def test_a_host_copy_below_what_is_withdrawn_goes_too() -> None:
     world.fault(1, "load", "hang")
     world.load("ab")
     world.step()
-    world.own_insert = None  # type: ignore[attr-defined]
     assert world.put("abc")
-    world.drain_steps = None  # type: ignore[attr-defined]
     world.step_all(2)
     assert world.peek("abcd") == {"device": 3, "host": 4, "usable": 4}
     fails_late(world, 1)
     world.step_all(3)
-    assert world.peek("abcd")["device"] == 0
+    assert world.peek("abcd") == {"device": 0, "host": 2, "usable": 2}
+    assert world.free_pages(HOST) == [14, 14]
     world.finish("load")
     world.drain()
     world.is_empty()

@@ -25,7 +25,6 @@ NOT_SUPPORTED = {
     "buffer_flush_merges.toml": "buffer-only mode with storage",
     "buffer_head_of_line.toml": "buffer-only mode with storage",
     "detach_while_backing_up.toml": "a storage tier",
-    "divergence_resets_and_serves_on.toml": "policy reset",
     "side_pool_refused.toml": "side pools",
     "storage_hit_differs.toml": "a storage tier with prefetch",
 }

@@ -28,7 +28,7 @@ def resident(world: World, text: str) -> None:
 
 
 def queue(world: World, text: str) -> None:
-    world.each(lambda cache: cache.write_through.add_path(cache.tree.match(prompt(text))))
+    world.each(lambda cache: cache.backup.add_path(cache.tree.match(prompt(text))))
 
 
 # -- the queue -----------------------------------------------------------------------------------
@@ -40,12 +40,12 @@ def test_add_only_queues() -> None:
     resident(world, "abcd")
     before = [cache.journal.fingerprint for cache in world.caches]
     charged = world.caches[0].manager.ledger.charged("host")
-    world.each(lambda cache: cache.write_through.add(cache.tree.walk(prompt("abcd"))[0][0]))
+    world.each(lambda cache: cache.backup.add(cache.tree.walk(prompt("abcd"))[0][0]))
     assert [cache.journal.fingerprint for cache in world.caches] == before
     assert world.pinned() == {DEVICE: 0, HOST: 0}
     assert world.caches[0].manager.ledger.charged("host") == charged
     assert not world.caches[0].manager.open_intents
-    assert world.same(lambda cache: cache.write_through.num_queued) == 1
+    assert world.same(lambda cache: cache.backup.num_queued) == 1
     assert world.same(lambda cache: cache.has_pending())
     world.drain()
     assert world.peek("abcd")["host"] == 4
@@ -56,11 +56,11 @@ def test_a_node_is_queued_once() -> None:
     resident(world, "ab")
     for _ in range(3):
         queue(world, "ab")
-    assert world.same(lambda cache: cache.write_through.num_queued) == 1
+    assert world.same(lambda cache: cache.backup.num_queued) == 1
     world.drain()
     assert world.metrics()["backups"] == 1
     queue(world, "ab")
-    assert world.same(lambda cache: cache.write_through.num_queued) == 0
+    assert world.same(lambda cache: cache.backup.num_queued) == 0
 
 
 def test_dead_nodes_are_dropped() -> None:
@@ -80,7 +80,7 @@ def test_a_split_while_queued_is_repaired() -> None:
     queue(world, "abcdef")
     world.match("ab")
     world.match("abcd")
-    assert world.same(lambda cache: cache.write_through.num_queued) == 1
+    assert world.same(lambda cache: cache.backup.num_queued) == 1
     world.drain()
     assert world.peek("abcdef")["host"] == 6
     assert world.metrics()["backups"] == 3
@@ -103,7 +103,7 @@ def test_ancestors_first(lag: int) -> None:
         resident(world, text)
     for cache in world.caches:
         for node in reversed(cache.tree.match(prompt("abcdef"))):
-            cache.write_through.add(node)
+            cache.backup.add(node)
     world.step_all(1 + lag)
     assert world.peek("abcdef")["host"] == 6
     world.drain()
@@ -127,8 +127,8 @@ def test_the_queue_is_bounded() -> None:
     for text in texts:
         resident(world, text)
         queue(world, text)
-    assert world.same(lambda cache: cache.write_through.num_queued) == 4
-    assert world.same(lambda cache: cache.write_through.num_dropped) == 2
+    assert world.same(lambda cache: cache.backup.num_queued) == 4
+    assert world.same(lambda cache: cache.backup.num_dropped) == 2
     world.drain()
     assert sum(world.peek(text)["host"] for text in texts) == 4
     queue(world, texts[-1])  # dropped is not lost: the next insert that touches it asks again
@@ -165,7 +165,7 @@ def test_a_full_table_of_slots_is_noticed_once_per_step() -> None:
     cache.tiers.make_room = lambda tier, n: asked.append(n) or make_room(tier, n)
     world.step()
     assert len(asked) <= 1
-    assert cache.write_through.num_queued == 24
+    assert cache.backup.num_queued == 24
     world.heal()
     del cache.tiers.make_room
     world.drain()

@@ -1,0 +1,102 @@
+"""The documents say what the code does: diagram, journal, recount, names of the facade."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cache.hierarchical_cache import HierarchicalCache
+
+ROOT = Path(__file__).parent.parent
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+ENGINES = (ROOT / "docs" / "engines.md").read_text()
+DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
+LIMIT_S = 100.0
+
+
+def run(*argv: str | Path, cwd: Path = ROOT) -> str:
+    """What a command prints; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)],
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_diagram_is_what_the_table_says() -> None:
+    assert run("scripts/draw_transitions") in DESIGN, "scripts/draw_transitions prints another one"
+
+
+def noted_tags() -> set[str]:
+    """The first argument of every call of ``note`` and ``fact`` that is written out."""
+    return {
+        call.args[0].value
+        for package in ("consensus", "cache")
+        for path in (ROOT / package).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in {"note", "_note", "fact"}
+        and call.args
+        and isinstance(call.args[0], ast.Constant)
+        and isinstance(call.args[0].value, str)
+    }
+
+
+def test_every_tag_of_the_journal_is_explained() -> None:
+    table = DESIGN.partition("| tag | values | when |")[2].partition("\n\n")[0]
+    explained = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+
+    assert len(set(explained)) == len(explained)
+    assert set(explained) == noted_tags(), "bring the table of tags in docs/design.md up to date"
+
+
+@pytest.mark.parametrize("host_pages", ["60", "0"])
+def test_the_report_can_be_recounted_from_any_journal(host_pages: str, tmp_path: Path) -> None:
+    (recount,) = re.findall(r"^```python recount.py\n(.*?)^```$", DESIGN, re.MULTILINE | re.DOTALL)
+    (tmp_path / "recount.py").write_text(recount)
+    flags = f"--ranks sim --lanes 8 --limit 120 --device-pages 120 --host-pages {host_pages}"
+    out = ("--journal", "journals", "--json", "report.json")
+    run("-m", "harness.cli", "replay", *flags.split(), *out, cwd=tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["verdict"] == "agree"
+    assert report["commits"]
+
+    for rank in range(2):
+        counted = json.loads(run("recount.py", f"journals/rank{rank}.jsonl", cwd=tmp_path))
+        counted["hits"]["storage"] = 0
+        assert counted == {name: report[name] for name in counted}
+
+
+def test_every_call_of_the_facade_is_listed() -> None:
+    table = ENGINES.partition("| call | returns | moment |")[2].partition("\n\n")[0]
+    listed = set(
+        re.findall(r"`(\w+)\(", "\n".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)))
+    )
+    offered = {name for name in vars(HierarchicalCache) if not name.startswith("_")}
+
+    assert listed == offered, "bring the table of calls in docs/engines.md up to date"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_named_files_are_there(path: Path) -> None:
+    text = path.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+    for target in re.findall(
+        r"`((?:consensus|cache|harness|tests|scripts)/[\w/]+(?:\.\w+)?)`", text
+    ):
+        assert (ROOT / target).exists(), target
