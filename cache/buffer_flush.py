@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from cache.backup import Backup
 from cache.carriage import Carriage
 from cache.insertion import Insertion
-from cache.mover import Direction
 from cache.node import Node, Residency, Tier
 from cache.storage_tier import StorageTier
 from cache.tiers import Tiers
@@ -24,7 +24,7 @@ from consensus.participant import Intent
 __all__ = ["BufferFlush"]
 
 
-class BufferFlush:
+class BufferFlush(Backup):
     """Participant for device pages on their way through staging to storage."""
 
     kind = "stage"
@@ -37,19 +37,12 @@ class BufferFlush:
         *,
         queue_nodes_max: int,
     ) -> None:
-        self._tiers = tiers
-        self._insertion = insertion
+        super().__init__(tiers, insertion)
         self._storage = storage
         self._queue: deque[Node] = deque()
         self._queue_nodes_max = queue_nodes_max
-        self._carriages: dict[int, Carriage] = {}
         self._deferred: list[Node] = []
-        self._staged: dict[int, list[int]] = {}  # storage writes' own staging pages, by node id
-        self.num_commits = 0
-        self.num_aborts = 0
-        self.num_no_room = 0
-        self.num_dropped = 0
-        self.num_deferred = 0  # intent x step
+        self._staged: dict[int, list[int]] = {}  # storage writes' own staging pages, by serial
 
     # -- the queue -------------------------------------------------------------------------------
 
@@ -134,32 +127,6 @@ class BufferFlush:
 
     # -- participant -----------------------------------------------------------------------------
 
-    def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
-        """All or nothing."""
-        carriage = self._carriages[intent.serial]
-        if self._tiers.desk.room < 1:
-            return 0
-        carriage.pages = self._tiers.pools[Tier.HOST].reserve(num_pages) or []
-        return len(carriage.pages)
-
-    def unreserve(self, intent: Intent, pool: str) -> None:
-        """Give the pages back; nothing has used them."""
-        carriage = self._carriages[intent.serial]
-        self._tiers.pools[Tier.HOST].free(carriage.pages)
-        carriage.pages = []
-
-    def start(self, intent: Intent) -> None:
-        """Put its part into the merged copy of this flush."""
-        carriage = self._carriages[intent.serial]
-        source, inserts = self._insertion.sources(carriage.nodes)
-
-        def on_end(ok: bool) -> None:
-            for insert in inserts:
-                self._insertion.reader_ended(insert)
-            self._tiers.manager.mark_ended(intent, None if ok else 0)
-
-        self._tiers.desk.add(Direction.TO_HOST, source, carriage.pages, on_end)
-
     def commit(self, intent: Intent) -> None:
         """Staged on every rank. Nothing is published on HOST: this is no cache."""
         self.num_commits += 1
@@ -206,8 +173,7 @@ class BufferFlush:
 
     def held_pages(self) -> list[int]:
         """Staging pages of this rank: of copies, and of storage writes."""
-        held = [page for carriage in self._carriages.values() for page in carriage.pages]
-        return held + self.written_pages()
+        return super().held_pages() + self.written_pages()
 
     def written_pages(self) -> list[int]:
         """Staging pages that storage writes own: charged, though no intent holds them."""
@@ -215,7 +181,7 @@ class BufferFlush:
 
     def clear(self, *, keeps_stock: bool) -> None:
         """The epoch is over: nothing of it is open or queued any more."""
-        self._carriages.clear()
+        super().clear(keeps_stock=keeps_stock)
         self._queue.clear()
         self._deferred.clear()
         self._staged.clear()

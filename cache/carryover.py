@@ -102,7 +102,8 @@ class Carryover:
         self._keeps_device = seal is not None and seal.then == "detach"
         self.is_detached |= self._keeps_device
         self.lost = seal.lost if seal is not None else ()
-        parts = [cache.insertion, cache.load_back, cache.backup, cache.engine_pages]
+        parts = [cache.insertion, cache.insert_line, cache.load_back, cache.backup]
+        parts += [cache.engine_pages]
         parts += [part for part in (cache.storage, cache.staged_loads) if part is not None]
         for part in parts:
             part.clear(keeps_stock=self._keeps_device)

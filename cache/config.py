@@ -22,6 +22,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``mode`` says how pages come to the other tiers: ``write_through`` backs each node up after its
     insert, ``write_through_selective`` after its second use, ``write_back`` when it is evicted from
     the device, ``buffer_only`` uses the host as staging towards the storage only.
+    ``eviction`` is the policy of both tiers. ``low_water_pages``: write-back demotes ahead of need
+    to keep so many device pages free.
     ``prefetch_policy`` and ``prefetch_timeout_s`` (agreed clock) say when a prefetch is done.
     ``storage_queue_pages`` bounds what is on its way to storage. ``events_max`` bounds the events
     kept for :meth:`HierarchicalCache.events` (0: none are made).
@@ -43,6 +45,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["write_through", "write_through_selective", "write_back", "buffer_only"] = (
         "write_through"
     )
+    eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
+    low_water_pages: int = 0
     load_back_minimum_pages: int = 1
     prefetch_minimum_pages: int = 1
     prefetch_policy: Literal["wait_complete", "best_effort", "timeout"] = "wait_complete"
@@ -69,6 +73,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._require("num_slots", self.num_slots, 16)
         self._require("headroom_pages", self.headroom_pages, 0)
         self._require("load_back_minimum_pages", self.load_back_minimum_pages, 1)
+        self._require("low_water_pages", self.low_water_pages, 0)
         self._require("prefetch_minimum_pages", self.prefetch_minimum_pages, 1)
         self._require("storage_queue_pages", self.storage_queue_pages, 1)
         self._require("events_max", self.events_max, 0)

@@ -97,12 +97,14 @@ class EnginePages:
         return len(self._stock)
 
     def _open(self, ticket: Ticket, num_pages: int) -> None:
-        if not self._tiers.make_room(Tier.DEVICE, num_pages):
+        intent: Intent | None = None
+        if self._tiers.make_room(Tier.DEVICE, num_pages):
+            intent = self._tiers.manager.open(
+                self.kind, self._next_key(), {_POOL: num_pages}, self, ends_on_commit=True
+            )
+        elif not self._tiers.is_coming(Tier.DEVICE, num_pages):
             self._refuse(ticket, "no device pages can be had")
             return
-        intent = self._tiers.manager.open(
-            self.kind, self._next_key(), {_POOL: num_pages}, self, ends_on_commit=True
-        )
         if intent is not None:
             self._tickets[intent.serial] = ticket
         elif len(self._waiting) < self._waiting_max:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from cache.node import Node, Residency, Tier
 
-__all__ = ["EvictionOrder", "EvictionPolicy", "LeastRecentlyUsed"]
+__all__ = [
+    "POLICIES",
+    "EvictionOrder",
+    "EvictionPolicy",
+    "LeastFrequentlyUsed",
+    "LeastRecentlyUsed",
+    "LowestPriority",
+    "SegmentedLeastRecentlyUsed",
+]
 
 Key = tuple[int, ...]
 
@@ -30,6 +38,42 @@ class LeastRecentlyUsed:
     def key(self, node: Node) -> Key:
         """Oldest access first."""
         return (node.last_access, node.node_id)
+
+
+class LeastFrequentlyUsed:
+    """The node with the fewest uses; among equals the one whose last use is longest ago."""
+
+    def key(self, node: Node) -> Key:
+        """Fewest uses first."""
+        return (node.hits, node.last_access, node.node_id)
+
+
+class SegmentedLeastRecentlyUsed:
+    """Nodes used only once go before those used again, each group by its last use.
+
+    Karedla, Love and Wherry, "Caching strategies to improve disk system performance" (1994), with
+    an unbounded protected segment: what was used again is protected until nothing else is left.
+    """
+
+    def key(self, node: Node) -> Key:
+        """Probationary first, oldest access first."""
+        return (int(node.hits > 1), node.last_access, node.node_id)
+
+
+class LowestPriority:
+    """The node of the lowest priority that any request gave it, by its last use among equals."""
+
+    def key(self, node: Node) -> Key:
+        """Lowest priority first."""
+        return (node.priority, node.last_access, node.node_id)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LeastRecentlyUsed,
+    "lfu": LeastFrequentlyUsed,
+    "slru": SegmentedLeastRecentlyUsed,
+    "priority": LowestPriority,
+}
 
 
 class EvictionOrder:

@@ -28,7 +28,8 @@ from cache.config import CacheConfig
 from cache.copy_desk import CopyDesk
 from cache.engine_pages import EnginePages
 from cache.events import CacheEvent, EventLog
-from cache.eviction import LeastRecentlyUsed
+from cache.eviction import POLICIES
+from cache.insert_line import InsertLine
 from cache.insertion import Fill, Insertion, open_loads
 from cache.load_back import LoadBack
 from cache.mover import Direction, Mover
@@ -43,6 +44,7 @@ from cache.tensors import KVTensors
 from cache.ticket import Ticket
 from cache.tiers import Tiers
 from cache.withdrawal import Withdrawal
+from cache.write_back import WriteBack
 from cache.write_through import WriteThrough
 from consensus.ballot import Schema
 from consensus.epoch import Locator
@@ -151,7 +153,7 @@ class HierarchicalCache:
         self._on_close = on_close
         self.rank = group.rank
         self.journal = journal
-        self.tree = RadixTree(config.page_size, LeastRecentlyUsed(), journal.note)
+        self.tree = RadixTree(config.page_size, POLICIES[config.eviction](), journal.note)
         self.manager = TransactionManager(
             rank=group.rank,
             schema=schema_of(config),
@@ -177,6 +179,13 @@ class HierarchicalCache:
         if storage is not None:
             self.storage = StorageTier(self.tiers, storage, self.event_log, config)
         self.backup = self._make_backup()
+        self.insert_line = InsertLine(
+            self.tree,
+            self.requests,
+            self.insertion,
+            self.backup,
+            waiting_max=config.waiting_tickets_max,
+        )
         self.load_back = LoadBack(
             self.tiers,
             self.requests,
@@ -212,7 +221,7 @@ class HierarchicalCache:
             beacon=beacon,
         )
 
-    def _make_backup(self) -> WriteThrough | BufferFlush:
+    def _make_backup(self) -> WriteThrough | WriteBack | BufferFlush:
         """The path by which this mode brings nodes to the other tiers."""
         config, storage = self.config, self.storage
         if config.mode == "buffer_only":
@@ -223,6 +232,14 @@ class HierarchicalCache:
                 self.insertion,
                 storage,
                 queue_nodes_max=config.write_queue_nodes_max,
+            )
+        if config.mode == "write_back":
+            return WriteBack(
+                self.tiers,
+                self.insertion,
+                self.withdrawal,
+                low_water_pages=config.low_water_pages,
+                on_backed_up=storage.backed_up if storage is not None else None,
             )
         return WriteThrough(
             self.tiers,
@@ -281,6 +298,7 @@ class HierarchicalCache:
         if self.storage is not None:
             self.storage.desk.collect()
         self.engine_pages.plan()
+        self.insert_line.plan()
         self.load_back.plan()
         self.backup.plan()
         if self.storage is not None:
@@ -457,30 +475,16 @@ class HierarchicalCache:
         namespace: str = "",
         fill: Fill | None = None,
         hold: bool = False,
+        priority: int = 0,
     ) -> bool:
         """Insert tokens whose pages are voted together with their backup in the next step.
 
         False: refused at once, on every rank. ``fill(nodes, pages)`` writes the bytes as soon as
         this rank holds the pages. With ``hold`` the path stays pinned until the request ends.
         """
-        self.journal.note("propose_insert", request)
-        path = self.tree.insert(tokens, namespace)
-        if not path:
-            raise Misuse(f"request {request!r} inserts less than one page")
-        live = self.requests.open(request) if hold else None
-
-        def refused() -> None:
-            if live is not None and self.requests.get(request) is live:
-                live.why = "its insert was refused"
-                self.requests.hold(live, None)
-
-        if not self.insertion.propose(path, fill, refused):
-            refused()
-            return False
-        if live is not None:
-            self.requests.hold(live, path[-1])
-        self.backup.add_path(path)
-        return True
+        self.journal.note("propose_insert", request, priority)
+        holder = self.requests.open(request) if hold else None
+        return self.insert_line.propose(tokens, namespace, fill, holder, priority)
 
     def free(self, request: str, num_pages: int) -> None:
         """Give back the last ``num_pages`` of the pages that the request owns itself."""
@@ -611,6 +615,7 @@ class HierarchicalCache:
             or (self.staged_loads is not None and self.staged_loads.num_open > 0)
             or self.load_back.num_waiting > 0
             or self.engine_pages.num_waiting > 0
+            or self.insert_line.num_waiting > 0
         )
 
     def report(self, request: str) -> RequestReport:

@@ -7,6 +7,7 @@ is refused on all, and so is what builds on it.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 
 from cache.carriage import Carriage
@@ -14,9 +15,17 @@ from cache.node import Node, Residency, Tier
 from cache.tiers import Tiers
 from consensus.participant import Intent
 
-__all__ = ["Fill", "Insertion"]
+__all__ = ["Fill", "Insertion", "Proposal", "open_loads"]
 
 Fill = Callable[[list[Node], list[int]], None]
+
+
+class Proposal(enum.Enum):
+    """What became of an insert at its call: agreed."""
+
+    OPENED = "opened"  # the next ballot decides, or nothing had to be decided
+    WAITS = "waits"  # its room is on its way, or no slot is free: ask again
+    REFUSED = "refused"
 
 
 class Insertion:
@@ -32,8 +41,10 @@ class Insertion:
 
     # -- the call --------------------------------------------------------------------------------
 
-    def propose(self, path: list[Node], fill: Fill | None, on_refused: Callable[[], None]) -> bool:
-        """Ask for device pages for what of ``path`` has none. False: refused at once, everywhere.
+    def propose(
+        self, path: list[Node], fill: Fill | None, on_refused: Callable[[], None]
+    ) -> Proposal:
+        """Ask for device pages for what of ``path`` has none.
 
         ``fill(nodes, pages)`` is called once this rank holds the pages, before anything reads
         them. ``on_refused`` is called when the verdict is no; where other inserts bring all of the
@@ -42,7 +53,7 @@ class Insertion:
         missing = [node for node in path if node.device.state is Residency.ABSENT]
         if not missing:
             self._join(path, on_refused)
-            return True
+            return Proposal.OPENED
         tiers = self._tiers
         anchor: Node | None = None
         for node in path:
@@ -51,12 +62,13 @@ class Insertion:
             anchor = node
         tiers.tree.pin_path(anchor, Tier.DEVICE)
         intent = self._open(path, missing)
-        if intent is None:
+        if not isinstance(intent, Intent):
             tiers.tree.unpin_path(anchor, Tier.DEVICE)
             tiers.hollow(missing)
             tiers.prune()
-            self._refuse(path[-1].node_id)
-            return False
+            if intent is Proposal.REFUSED:
+                self.refuse(path[-1].node_id)
+            return intent
         carriage = Carriage(Tier.DEVICE, missing, anchor)
         carriage.intent, carriage.fill = intent, fill
         carriage.on_refused.append(on_refused)
@@ -66,7 +78,7 @@ class Insertion:
         for node in missing:
             tiers.tree.place(node, Tier.DEVICE, Residency.RESERVED)
             node.built_on = built_on
-        return True
+        return Proposal.OPENED
 
     def _join(self, path: list[Node], on_refused: Callable[[], None]) -> None:
         """The last undecided insert on ``path`` builds on those above: its verdict is theirs."""
@@ -77,7 +89,7 @@ class Insertion:
                 carriage.on_refused.append(on_refused)
                 return
 
-    def _open(self, path: list[Node], missing: list[Node]) -> Intent | None:
+    def _open(self, path: list[Node], missing: list[Node]) -> Intent | Proposal:
         parents: list[Intent] = []
         for node in path:
             carriage = node.device.carriage
@@ -87,10 +99,11 @@ class Insertion:
                 parents.append(carriage.intent)
         num_pages = sum(node.num_pages for node in missing)
         if any(parent.withdrawn for parent in parents):
-            return None
+            return Proposal.REFUSED
         if not self._tiers.make_room(Tier.DEVICE, num_pages):
-            return None
-        return self._tiers.manager.open(
+            is_coming = self._tiers.is_coming(Tier.DEVICE, num_pages)
+            return Proposal.WAITS if is_coming else Proposal.REFUSED
+        opened = self._tiers.manager.open(
             self.kind,
             path[-1].node_id,
             {Tier.DEVICE.value: num_pages},
@@ -98,8 +111,10 @@ class Insertion:
             parents=parents,
             ends_on_commit=True,
         )
+        return Proposal.WAITS if opened is None else opened
 
-    def _refuse(self, node_id: int) -> None:
+    def refuse(self, node_id: int) -> None:
+        """Count and note a refusal: the same on every rank."""
         self.num_refused += 1
         self._tiers.manager.note("refused", node_id)
 
@@ -170,7 +185,7 @@ class Insertion:
         carriage.let_go()
         self._tiers.hollow(carriage.nodes)
         for on_refused in carriage.on_refused:
-            self._refuse(carriage.nodes[-1].node_id)
+            self.refuse(carriage.nodes[-1].node_id)
             on_refused()
 
     def ended(self, intent: Intent) -> None:

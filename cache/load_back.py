@@ -179,7 +179,8 @@ class LoadBack:
             tiers.tree.unpin_path(anchor, Tier.DEVICE)
             for node in wanted:
                 tiers.tree.unpin(node, Tier.HOST)
-            if has_room and len(self._waiting) < self._waiting_max:
+            is_coming = has_room or (num_pages > 0 and tiers.is_coming(Tier.DEVICE, num_pages))
+            if is_coming and len(self._waiting) < self._waiting_max:
                 self._waiting.append((ticket, num_pages))
             else:
                 self.num_no_room += 1
@@ -268,7 +269,10 @@ class LoadBack:
         self._tiers.manager.mark_ended(carriage.intent, good)
 
     def commit(self, intent: Intent) -> None:
-        """Publish the agreed length; what lies beyond it goes back to being on HOST only."""
+        """Publish the agreed length; what lies beyond it goes back to being on HOST only.
+
+        What was proposed on top of that would leave a hole in the path, so it is withdrawn.
+        """
         self.num_commits += 1
         carriage = self._carriages[intent.serial]
         agreed = self._cut(carriage.nodes, intent.agreed)
@@ -279,6 +283,8 @@ class LoadBack:
             else:
                 self._tiers.tree.place(node, Tier.DEVICE, Residency.ABSENT)
                 node.device.carriage = None
+                self._tiers.hollow([node])
+                self._withdrawal.nothing_builds_on(node, Tier.DEVICE)
 
     def abort(self, intent: Intent) -> None:
         """No rank loads it."""
@@ -287,6 +293,7 @@ class LoadBack:
         for node in carriage.nodes:
             self._tiers.tree.place(node, Tier.DEVICE, Residency.ABSENT)
         carriage.let_go()
+        self._tiers.hollow(carriage.nodes)  # their copy on HOST may be gone meanwhile
 
     def ended(self, intent: Intent) -> None:
         """Unpin; what did not arrive everywhere is taken back, and what builds on it."""

@@ -91,6 +91,7 @@ class Node:
         "node_id",
         "num_pages",
         "parent",
+        "priority",
         "tokens",
     )
 
@@ -110,6 +111,7 @@ class Node:
         self.namespace = namespace
         self.last_access = last_access
         self.hits = 0
+        self.priority = 0
         self.children: dict[bytes, Node] = {}
         self.device = Presence()
         self.host = Presence()

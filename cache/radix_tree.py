@@ -85,12 +85,14 @@ class RadixTree:
         self._note("match", nodes[-1].node_id if nodes else 0, self._clock)
         return nodes
 
-    def insert(self, tokens: Tokens, namespace: str = "") -> list[Node]:
+    def insert(self, tokens: Tokens, namespace: str = "", priority: int = 0) -> list[Node]:
         """The path for all whole pages of ``tokens``, with a new leaf for what was missing.
 
         The leaf is ABSENT in every tier: the caller says how its pages come. Touches the path.
         """
         nodes = self.match(tokens, namespace)
+        for node in nodes:
+            node.priority = max(node.priority, priority)
         position = sum(node.num_pages for node in nodes) * self.page_size
         end = self._whole(tokens)
         if position == end:
@@ -99,7 +101,7 @@ class RadixTree:
         rest = np.array(tokens[position:end], dtype=np.int32)
         leaf = self._new_node(parent, rest, namespace)
         leaf.last_access = self._clock
-        leaf.hits = 1
+        leaf.hits, leaf.priority = 1, priority
         parent.children[self._page_key(rest, 0)] = leaf
         digest = xxhash.xxh3_64_intdigest(rest.tobytes()) & MASK62
         self._note("insert", leaf.node_id, parent.node_id, leaf.num_pages, digest)
@@ -116,6 +118,7 @@ class RadixTree:
         cut = num_pages * self.page_size
         upper = self._new_node(parent, node.tokens[:cut], node.namespace)
         upper.last_access, upper.hits = node.last_access, node.hits
+        upper.priority = node.priority
         upper.is_queued, upper.built_on = node.is_queued, node.built_on
         upper.is_stored, upper.is_dropped = node.is_stored, node.is_dropped
         upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]

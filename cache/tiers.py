@@ -7,6 +7,7 @@ the ledger, never from what this rank's pool happens to have free.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from cache.copy_desk import CopyDesk
 from cache.node import Node, Residency, Tier
@@ -15,6 +16,16 @@ from cache.radix_tree import RadixTree
 from consensus.manager import TransactionManager
 
 __all__ = ["Tiers"]
+
+
+class Demoter(Protocol):
+    """Write-back: who moves victims of the device to the host before their pages are used again."""
+
+    num_underway: int
+
+    def demote(self, node: Node) -> bool:
+        """Begin; False: not in this step."""
+        ...
 
 
 class Tiers:
@@ -37,23 +48,37 @@ class Tiers:
         self.manager = manager
         self.desk = desk
         self.num_evicted = dict.fromkeys(Tier, 0)  # pages
+        self.demoter: Demoter | None = None
         self._trims = trims
         self._hollow: list[Node] = []
 
     # -- room ------------------------------------------------------------------------------------
 
     def room(self, tier: Tier) -> int:
-        """Pages that could be had now, evicting what may go: agreed."""
-        return max(0, self._balance(tier) + self.tree.num_evictable[tier])
+        """Pages that could be had, evicting what may go: agreed. Demoted ones take some steps."""
+        free = self._balance(tier) + self._underway(tier)
+        return max(0, free + self.tree.num_evictable[tier])
 
     def make_room(self, tier: Tier, num_pages: int) -> bool:
-        """Evict until the ledger has ``num_pages`` of room; False: that cannot be, nobody went."""
+        """Evict until the ledger has ``num_pages`` of room.
+
+        False: not now. :meth:`is_coming` tells whether it is worth waiting; where it is not, nobody
+        was evicted.
+        """
         if self.room(tier) < num_pages:
             return False
-        while (missing := num_pages - self._balance(tier)) > 0:
-            if self._evict_next(tier, missing) == 0:
+        while (missing := num_pages - self._balance(tier)) > self._underway(tier):
+            if self._evict_next(tier, missing - self._underway(tier)) == 0:
                 return False
-        return True
+        return self._balance(tier) >= num_pages
+
+    def is_coming(self, tier: Tier, num_pages: int) -> bool:
+        """Demotions that are under way will make so much room (write-back only)."""
+        return self._underway(tier) > 0 and self.room(tier) >= num_pages
+
+    def _underway(self, tier: Tier) -> int:
+        is_demoted = self.demoter is not None and tier is Tier.DEVICE
+        return self.demoter.num_underway if is_demoted and self.demoter is not None else 0
 
     def _balance(self, tier: Tier) -> int:
         """Room by the ledger; below 0 where copies that were given up hold more than is left."""
@@ -74,6 +99,8 @@ class Tiers:
         if self._trims and missing < node.num_pages:
             self.tree.split(node, node.num_pages - missing)
         gone = node.num_pages
+        if self.demoter is not None and tier is Tier.DEVICE and not node.host.is_published:
+            return gone if self.demoter.demote(node) else 0
         self.num_evicted[tier] += gone
         self.manager.note("evict", tier.value, node.node_id, gone)
         self.drop(node, tier)

@@ -22,6 +22,14 @@ class Withdrawal:
         self._requests = requests
         self.must_recompute: list[str] = []
 
+    def nothing_builds_on(self, node: Node, tier: Tier) -> None:
+        """``node`` does not come into ``tier`` after all: what is undecided on top cannot either."""
+        for below in _leaves_first(node):
+            carriage = below.at(tier).carriage
+            if carriage is not None and carriage.intent is not None:
+                if carriage.intent.is_undecided:
+                    self._tiers.manager.withdraw(carriage.intent)
+
     def retract_host(self, node: Node) -> None:
         """Unpublish ``node`` and all its descendants on HOST, leaves first."""
         for below in _leaves_first(node):

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from cache.backup import Backup
 from cache.carriage import Carriage
 from cache.insertion import Insertion
-from cache.mover import Direction
 from cache.node import Node, Residency, Tier
 from cache.tiers import Tiers
 from cache.withdrawal import Withdrawal
@@ -25,7 +25,7 @@ from consensus.transaction import State
 __all__ = ["WriteThrough"]
 
 
-class WriteThrough:
+class WriteThrough(Backup):
     """Participant for backups from DEVICE to HOST."""
 
     kind = "back_up"
@@ -40,19 +40,12 @@ class WriteThrough:
         hits_needed: int = 1,
         on_backed_up: Callable[[list[Node]], None] | None = None,
     ) -> None:
+        super().__init__(tiers, insertion)
         self._hits_needed = hits_needed
         self._on_backed_up = on_backed_up
-        self._tiers = tiers
-        self._insertion = insertion
         self._withdrawal = withdrawal
         self._queue: deque[Node] = deque()
         self._queue_nodes_max = queue_nodes_max
-        self._carriages: dict[int, Carriage] = {}
-        self.num_commits = 0
-        self.num_aborts = 0
-        self.num_no_room = 0
-        self.num_deferred = 0
-        self.num_dropped = 0
 
     # -- the queue -------------------------------------------------------------------------------
 
@@ -140,32 +133,6 @@ class WriteThrough:
 
     # -- participant -----------------------------------------------------------------------------
 
-    def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
-        """All or nothing."""
-        carriage = self._carriages[intent.serial]
-        if self._tiers.desk.room < 1:
-            return 0
-        carriage.pages = self._tiers.pools[Tier.HOST].reserve(num_pages) or []
-        return len(carriage.pages)
-
-    def unreserve(self, intent: Intent, pool: str) -> None:
-        """Give the pages back; nothing has used them."""
-        carriage = self._carriages[intent.serial]
-        self._tiers.pools[Tier.HOST].free(carriage.pages)
-        carriage.pages = []
-
-    def start(self, intent: Intent) -> None:
-        """Put its part into the merged copy of this step, so that the copy hides the vote."""
-        carriage = self._carriages[intent.serial]
-        source, inserts = self._insertion.sources(carriage.nodes)
-
-        def on_end(ok: bool) -> None:
-            for insert in inserts:
-                self._insertion.reader_ended(insert)
-            self._tiers.manager.mark_ended(intent, None if ok else 0)
-
-        self._tiers.desk.add(Direction.TO_HOST, source, carriage.pages, on_end)
-
     def commit(self, intent: Intent) -> None:
         """Publish on HOST; the pins stay until the copy has ended on all ranks."""
         self.num_commits += 1
@@ -200,17 +167,10 @@ class WriteThrough:
         if intent.state is not State.DONE:
             tiers.pools[Tier.HOST].free(carriage.pages)
 
-    def requeue(self) -> None:
-        """A ballot was settled: what it refused is not tried again by itself."""
-
     def clear(self, *, keeps_stock: bool) -> None:
         """The epoch is over: nothing of it is open or queued any more."""
-        self._carriages.clear()
+        super().clear(keeps_stock=keeps_stock)
         self._queue.clear()
-
-    def held_pages(self) -> list[int]:
-        """Host pages of this rank that open backups own."""
-        return [page for carriage in self._carriages.values() for page in carriage.pages]
 
 
 def _intent(carriage: Carriage) -> Intent:

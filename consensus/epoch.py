@@ -2,8 +2,8 @@
 
 Nobody raises on its own. A rank that gives up files a *report* (what it posted, what it settled,
 the verdicts it holds, the tail of its journal), which asks all others for theirs, reads them, and
-writes the *seal* by compare-and-set: the first writer wins. The seal carries the error that every rank raises
-and the highest step settled anywhere, with the verdicts that some ranks still lack.
+writes the *seal* by compare-and-set: the first writer wins. The seal carries the error that every
+rank raises and the highest step settled anywhere, with the verdicts that some ranks still lack.
 
 :class:`Closer` and :class:`Opener` are polled, never block, and make no collective: the epoch's
 group may be broken.

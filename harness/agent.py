@@ -157,9 +157,7 @@ class Agent:
             case Evict():
                 self.cache.evict(Tier(entry.tier), entry.pages)
             case Admit():
-                self._engine.admit(
-                    entry.request, expand(entry.tokens), entry.namespace, entry.load
-                )
+                self._engine.admit(entry.request, expand(entry.tokens), entry.namespace, entry.load)
             case Take():
                 self._engine.take(entry.request, entry.pages)
             case Compute():

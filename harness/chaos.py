@@ -131,9 +131,7 @@ def _line(entry: dict[str, Any], place: Place) -> FaultLine:
     if actions is None:
         place.wrong("site", f"there is no fault at {line.site!r}; there are: {', '.join(SITES)}")
     if line.action not in actions:
-        place.wrong(
-            "action", f"{line.site} cannot {line.action!r}; it can: {', '.join(actions)}"
-        )
+        place.wrong("action", f"{line.site} cannot {line.action!r}; it can: {', '.join(actions)}")
     for key in _OPTIONAL:
         given, needed = getattr(line, key) is not None, key in actions[line.action]
         if given != needed:

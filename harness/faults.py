@@ -73,7 +73,6 @@ class FaultBoard:
             case _:
                 return NO_FAULT
 
-
     def plan_page(self, site: str, key: bytes) -> PagePlan:
         """The seam of storage workers: one page of a request is one occasion."""
         if not self._armed:

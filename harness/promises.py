@@ -16,14 +16,14 @@ __all__ = ["broken_promises"]
 
 def broken_promises(cache: HierarchicalCache) -> list[str]:
     """What does not hold on this rank right after a step, as lines that name rank and step."""
-    found = [line for node in cache.tree.nodes() for line in _node(node)]
+    found = [line for node in cache.tree.nodes() for line in _node(cache, node)]
     found += [line for intent in cache.manager.open_intents for line in _intent(cache, intent)]
     found += _bounds(cache)
     where = f"rank {cache.rank}, after step {cache.manager.step}"
     return [f"{where}: {line}" for line in found]
 
 
-def _node(node: Node) -> list[str]:
+def _node(cache: HierarchicalCache, node: Node) -> list[str]:
     found: list[str] = []
     for tier in Tier:
         presence = node.at(tier)
@@ -40,6 +40,8 @@ def _node(node: Node) -> list[str]:
         if above is None or above.is_root:
             continue
         over = above.at(tier).state
+        if tier is Tier.HOST and cache.config.mode == "write_back":
+            over = max(over, above.device.state)  # leaves are demoted first
         is_doomed = intent is not None and _is_doomed(intent)
         if not is_doomed and over < min(presence.state, Residency.COPYING):
             found.append(f"{node!r} is in {tier.value}, but above it {above!r} is not")

@@ -36,6 +36,9 @@ def replay(config: ReplayConfig) -> int:
     else:
         summaries, snapshots, failures = _replay_gloo(config, requests)
     failures += compare(snapshots)
+    ended = min((summary.totals.requests for summary in summaries), default=0)
+    if ended != len(requests):
+        failures.append(f"only {ended} of {len(requests)} requests came to their end")
     report = summarise(config, summaries, failures, time.monotonic() - started)
     print_report(report, Console(highlight=False))
     if config.json_out is not None:
@@ -106,5 +109,3 @@ def _progress() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
-
-

@@ -109,7 +109,8 @@ class Engine:
     @property
     def _is_busy(self) -> bool:
         left = self._next < len(self._requests)
-        return left or any(lane.phase is not Phase.FREE for lane in self._lanes)
+        # One that gave up in this step is FREE, but is still to be tried again.
+        return left or any(lane.request is not None for lane in self._lanes)
 
     # -- before the step -------------------------------------------------------------------------
 

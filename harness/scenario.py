@@ -46,10 +46,7 @@ class Result(msgspec.Struct):
 def unsupported(scenario: Scenario) -> str:
     """Why this version cannot run ``scenario`` yet; empty: it can."""
     world = scenario.world
-    needs = {
-        f"mode {world.mode}": world.mode == "write_back",
-        "side pools": bool(world.side_pools),
-    }
+    needs = {"side pools": bool(world.side_pools)}
     return ", ".join(need for need, needed in needs.items() if needed)
 
 

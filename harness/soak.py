@@ -148,9 +148,7 @@ class JoinedRay:
 class RayRanks:
     """One actor per rank in one placement group. Raises BadInput where it cannot be placed."""
 
-    def __init__(
-        self, config: SoakConfig, options: Options, requests: list[TraceRequest]
-    ) -> None:
+    def __init__(self, config: SoakConfig, options: Options, requests: list[TraceRequest]) -> None:
         self._config = config
         self._options = options
         self._requests = requests

@@ -198,9 +198,7 @@ def _plan(
 
 def read_flags(words: Sequence[str], command: str) -> SoakRun | None:
     """What ``words`` ask for; ``None``: for help, which is printed. Raises BadInput."""
-    found: Any = typer.main.get_command(app)(
-        list(words), prog_name=command, standalone_mode=False
-    )
+    found: Any = typer.main.get_command(app)(list(words), prog_name=command, standalone_mode=False)
     if not isinstance(found, SoakRun):
         return None
     line = f"{command} {shlex.join(words)}".strip()

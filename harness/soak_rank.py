@@ -327,9 +327,7 @@ def _join(
     )
     feed.begin_clock()
     stack.callback(membership.leave, LEAVE_S)
-    mischief = Mischief(
-        config.plan, feed.rank, config.fault_seed, feed.events.append, feed.now_s
-    )
+    mischief = Mischief(config.plan, feed.rank, config.fault_seed, feed.events.append, feed.now_s)
     stack.callback(mischief.close)
     rank = Rank(
         cached,

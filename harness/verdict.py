@@ -64,9 +64,7 @@ def conclude(gather: Gather, *, is_stopped: bool, trouble: str = "") -> Conclusi
         verdict, why = _slow(gather)
     if verdict is Verdict.PASS and not is_stopped:
         config = gather.config
-        lacking = missing(
-            config.plan, config.num_ranks, gather.covered(), gather.struck_in_all()
-        )
+        lacking = missing(config.plan, config.num_ranks, gather.covered(), gather.struck_in_all())
         lacking = [line for line in lacking if line.partition(":")[0] not in gather.skipped]
         if lacking:
             verdict, why = Verdict.NOT_COVERED, lacking
@@ -88,9 +86,7 @@ def conclude(gather: Gather, *, is_stopped: bool, trouble: str = "") -> Conclusi
     )
 
 
-def _worst(
-    gather: Gather, trouble: str, grown: tuple[Growth, ...]
-) -> tuple[Verdict, list[str]]:
+def _worst(gather: Gather, trouble: str, grown: tuple[Growth, ...]) -> tuple[Verdict, list[str]]:
     found: list[tuple[Verdict, str]] = [(_classify(view), end_of(view)) for view in gather.views]
     by_kind: dict[Verdict, list[str]] = {}
     for view, (verdict, line) in zip(gather.views, found, strict=True):

@@ -139,10 +139,11 @@ class World:
         """Conservation, agreement and right bytes."""
         for rank in self.ranks:
             audit(rank.cache)
-            assert rank.wrong_bytes() == []
-            assert broken_promises(rank.cache) == []
+            found = rank.wrong_bytes() + broken_promises(rank.cache)
+            assert not found, found
         snapshots = [snapshot(cache) for cache in self.caches]
-        assert compare(snapshots) == []
+        differences = compare(snapshots)
+        assert not differences, differences
         self.snapshots.append(snapshots)
 
     # -- calls, the same on every rank -----------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from consensus.ballot import HEADER_FIELDS, MASK62, Header, Schema, Status, Vector, tally
 from consensus.errors import Misuse
 
-POOLS = ("device", "host")
+POOLS: tuple[str, ...] = ("device", "host")
 SCHEMA = Schema(POOLS, num_slots=3)
 
 values62 = st.integers(0, MASK62)
@@ -109,7 +109,7 @@ def test_any_single_difference_is_named(
 
 
 @given(st.data(), st.integers(2, 8))
-def test_reduced_ballot_says_what_a_twin_sees_in_all_of_them(data: st.DataObject, size: int) -> None:
+def test_reduced_ballot_says_what_a_twin_sees(data: st.DataObject, size: int) -> None:
     """Small header values, so that any mixture of equal and different fields comes up."""
     small = st.builds(Header, **dict.fromkeys(HEADER_FIELDS, st.integers(0, 1)))
     said = data.draw(st.lists(ballots(small), min_size=size, max_size=size))
@@ -179,7 +179,7 @@ def test_digest_differs_where_schemas_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pools", "num_slots"),
+    "pools,num_slots",
     [(("host", "device"), 1), (("device", "device"), 1), (("device",), 0), (("device",), -1)],
 )
 def test_schemas_without_sense_are_refused(pools: tuple[str, ...], num_slots: int) -> None:

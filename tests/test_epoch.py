@@ -193,12 +193,8 @@ def test_who_did_not_come_is_named_and_where_it_was(size: int) -> None:
     error = error_of([report(rank) for rank in range(size - 1)], missing)
     assert (error.kind, error.ranks, error.step) == ("RankStalled", (size - 1,), 7)
     assert (error.phase, error.dead) == ("preparing its ballot", False)
-    assert error.story == (
-        f"rank {size - 1} was last seen at step 6, preparing its ballot, for 3.2 s;"
-        " its process is there",
-        "  step.py:1",
-        "  wait",
-    )
+    where = "at step 6, preparing its ballot, for 3.2 s; its process is there"
+    assert error.story == (f"rank {size - 1} was last seen {where}", "  step.py:1", "  wait")
 
 
 def test_a_rank_that_was_never_seen_is_named() -> None:
@@ -281,7 +277,7 @@ def test_the_order_of_reports_changes_nothing(order: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    "kind,expected",
     [
         ("Divergence", Divergence),
         ("RankStalled", RankStalled),
@@ -393,13 +389,18 @@ def test_a_rank_whose_process_ended_is_not_waited_for() -> None:
     assert (seal.error.ranks, seal.error.dead) == ((1, 2), True)
 
 
+def _all_of(store: MemoryStore) -> dict[str, bytes | None]:
+    keys = store.keys()
+    return {key: store.get(key) for key in keys}
+
+
 def test_a_second_report_of_the_same_rank_changes_nothing() -> None:
     store = MemoryStore()
     first, _ = closers(2, store)
     first.file(report(0, "waited"), 0.0, grace_s=1.0)
-    before = {key: store.get(key) for key in store.keys()}
+    before = _all_of(store)
     first.file(report(0, "mismatch"), 9.0, grace_s=1.0)
-    assert {key: store.get(key) for key in store.keys()} == before
+    assert _all_of(store) == before
     assert first.poll(1.0) is not None, "nor how long it waits"
 
 

@@ -36,7 +36,7 @@ def make(kind: type[KvpactError]) -> KvpactError:
 
 
 @pytest.mark.parametrize(
-    ("kind", "blame"),
+    "kind,blame",
     [
         (Misuse, KvpactError),
         (BadInput, Misuse),
@@ -50,9 +50,7 @@ def make(kind: type[KvpactError]) -> KvpactError:
         (InternalError, KvpactError),
     ],
 )
-def test_hierarchy_says_who_is_to_blame(
-    kind: type[KvpactError], blame: type[KvpactError]
-) -> None:
+def test_hierarchy_says_who_is_to_blame(kind: type[KvpactError], blame: type[KvpactError]) -> None:
     assert kind.__bases__ == (blame,)
     others = {Misuse, PeerError, ResourceError, InternalError} - set(kind.__mro__)
     assert len(others) == 3, "exactly one is to blame"

@@ -16,8 +16,8 @@ values = st.lists(st.one_of(st.integers(-(1 << 40), 1 << 40), st.text(max_size=3
 decisions = st.lists(st.tuples(st.sampled_from(["a", "b", "ab"]), values), max_size=6)
 
 
-def journal(said: list[tuple[str, list[Value]]], **how: int) -> Journal:
-    made = Journal(0, **how)
+def journal(said: list[tuple[str, list[Value]]], tail_entries_max: int = 512) -> Journal:
+    made = Journal(0, tail_entries_max=tail_entries_max)
     for tag, what in said:
         made.note(tag, *what)
     return made
@@ -119,7 +119,7 @@ def test_a_long_journal_reaches_the_file_without_a_flush(tmp_path: Path) -> None
 def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "j"
     good = '[0,0,0,"a",[]]'
-    path.write_bytes("\n".join([good, line, good, ""]).encode("latin-1"))
+    path.write_bytes(f"{good}\n{line}\n{good}\n".encode("latin-1"))
     reading = read_journal(path)
     assert next(reading) == Entry(0, 0, 0, "a", ())
     with pytest.raises(BadInput, match=r"j line 2: not a journal entry"):
@@ -140,7 +140,7 @@ def entries(first: int, said: str) -> list[Entry]:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "found"),
+    "ours,theirs,found",
     [
         ((0, "abc"), (0, "abc"), None),
         ((0, "abc"), (0, "axc"), (1, "b", "x")),

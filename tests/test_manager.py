@@ -85,7 +85,7 @@ def test_refused_everywhere_is_over_with_its_verdict(lag: int) -> None:
     assert (replica.charged(), replica.free()) == (0, [10, 10, 10])
 
 
-POOLS = ("a", "b", "c", "d")
+POOLS: tuple[str, ...] = ("a", "b", "c", "d")
 
 
 @pytest.mark.parametrize("failing", range(4))
@@ -209,9 +209,9 @@ def test_a_child_of_a_withdrawn_parent_aborts(lag: int) -> None:
 @pytest.mark.parametrize("is_short_everywhere", [True, False])
 def test_a_child_of_a_partly_committed_parent_aborts(lag: int, is_short_everywhere: bool) -> None:
     """The child builds on the end of its parent, which is not there."""
-    replica = world(lag, [{"a": 6}, {"a": 6 if is_short_everywhere else 20}])
+    replica = world(lag, [{"a": 6, "b": 9}, {"a": 6 if is_short_everywhere else 20, "b": 9}])
     parent = replica.open("parent", {"a": 8}, minimum=1)
-    child = replica.open("child", {"a": 1}, parents=[parent])
+    child = replica.open("child", {"b": 1}, parents=[parent])
     assert replica.decide()[:2] == ["commit parent", "abort child"]
     assert only(one.agreed for one in parent) == 6
     assert child[0].vote == 0, "a rank without all pages of the parent starts nothing"
@@ -751,14 +751,13 @@ def test_a_rank_can_say_that_it_is_broken_whatever_is_broken() -> None:
 @LAGS
 def test_ballots_in_flight_are_bounded(lag: int) -> None:
     manager = make_manager(0, lag=lag)
-    for _ in range(lag + 1):
-        vector = manager.post(1)
+    vectors = [manager.post(1) for _ in range(lag + 1)]
     with pytest.raises(Misuse, match="settle the oldest"):
         manager.post(1)
     assert manager.step == lag + 1
     if lag:
         with pytest.raises(InternalError, match=f"step {lag + 1} was read for step 1"):
-            manager.settle(manager.read(vector))
+            manager.settle(manager.read(vectors[-1]))
         assert manager.settled_step == 0
 
 
@@ -784,7 +783,7 @@ BAD_OPENINGS: list[tuple[dict[str, int], int | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("need", "minimum"), BAD_OPENINGS)
+@pytest.mark.parametrize("need,minimum", BAD_OPENINGS)
 def test_needs_without_sense_are_refused(need: dict[str, int], minimum: int | None) -> None:
     owner = Owner({"a": 9, "b": 9})
     manager = make_manager(0, owner)
@@ -823,7 +822,7 @@ def test_a_participant_that_reserves_nonsense_is_our_bug(says: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "match"),
+    "how,match",
     [
         ({"lag": -1}, "lag"),
         ({"copy_timeout_s": 0.0}, "copy_timeout_s"),

@@ -158,9 +158,7 @@ class Managers(RuleBasedStateMachine):
     def end(self, which: int, rank: int, result: int | None) -> None:
         """One rank's copy ends, wherever its vote is."""
         rank %= len(self.replica.managers)
-        running = [
-            one for one in self.intents if one[rank].vote and not one[rank].local_ended
-        ]
+        running = [one for one in self.intents if one[rank].vote and not one[rank].local_ended]
         if running:
             intents = running[which % len(running)]
             vote = intents[rank].vote
@@ -215,9 +213,11 @@ class Managers(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Progress: once every copy ends, everything is decided and only the tree is charged."""
-        if not hasattr(self, "replica"):
-            return
-        replica = self.replica
+        if hasattr(self, "replica"):
+            self._drain(self.replica)
+            self._check_the_end(self.replica)
+
+    def _drain(self, replica: Replica) -> None:
         for owner in replica.owners:
             for serial in list(owner.stuck):
                 owner.stops(serial)
@@ -229,6 +229,8 @@ class Managers(RuleBasedStateMachine):
             self._hear(replica.step())
         for _ in range(2 + 2 * replica.lag):  # what is cooling needs a few ballots more
             self._hear(replica.step())
+
+    def _check_the_end(self, replica: Replica) -> None:
         assert replica.managers[0].is_idle
         tree = only(owner.tree for owner in replica.owners)
         for pool in ("a", "b"):

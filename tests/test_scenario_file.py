@@ -302,7 +302,7 @@ def test_a_broken_head_or_world_is_named(text: str, complaint: str) -> None:
         ('op = "fault"; rank = 1; site = "staging.reserve"; action = "refuse"',
          " (fault): site: 'staging.reserve' does not exist in this world"),
         ('op = "fault"; rank = 1; site = "host.reserve"; action = "fail"',
-         " (fault): action: 'fail' is not known at 'host.reserve'; allowed: refuse"),
+         " (fault): action: 'fail' is not known at 'host.reserve'; allowed: refuse, short"),
         ('op = "fault"; rank = 1; site = "write"; action = "miss"',
          "action: 'miss' is not known at 'write'; allowed: delay, hang, fail, corrupt"),
         ('op = "fault"; rank = 1; site = "storage.put"; action = "corrupt"', "'corrupt' is not"),

@@ -22,7 +22,7 @@ import pytest
 
 from cache.storage import Identity, open_backend, seal
 from cache.storage.mooncake import MooncakeBackend
-from consensus.errors import BadInput
+from consensus.errors import BadInput, Misuse
 from tests.storage_conformance import check_calls, check_conformance
 from tests.storage_pages import IDENTITY, key_of, page_of, sealed
 
@@ -114,18 +114,34 @@ def wait_for(done: Callable[[], bool], seconds: float = LONG_S) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def master() -> Iterator[Master]:
+    """One for all tests that do not end it."""
     started = Master()
     yield started
     started.kill()
 
 
 @pytest.fixture
-def backend(master: Master) -> Iterator[MooncakeBackend]:
+def mortal() -> Iterator[Master]:
+    started = Master()
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module")
+def shared(master: Master) -> Iterator[MooncakeBackend]:
     opened = open_here(master)
     yield opened
     assert opened.close()
+
+
+@pytest.fixture
+def backend(shared: MooncakeBackend) -> MooncakeBackend:
+    """Without pages, and nothing counted: a client takes seconds to close."""
+    shared._client.remove_all(True)
+    shared.counters = dict.fromkeys(shared.counters, 0)
+    return shared
 
 
 def open_here(
@@ -208,8 +224,8 @@ def test_what_was_just_read_can_be_removed(backend: MooncakeBackend) -> None:
     assert backend.exists([key_of(1)]) == [False]
 
 
-def test_a_full_store_takes_new_pages_or_says_no(master: Master) -> None:
-    backend = open_here(master, lent_bytes=16 * MIB)
+def test_a_full_store_takes_new_pages_or_says_no(mortal: Master) -> None:
+    backend = open_here(mortal, lent_bytes=16 * MIB)
     kept: list[bool] = []
     for first in range(0, 96, 3):
         kept += backend.put([sealed(n, 0, MIB) for n in range(first, first + 3)])
@@ -221,8 +237,8 @@ def test_a_full_store_takes_new_pages_or_says_no(master: Master) -> None:
     assert backend.close()
 
 
-def test_a_store_without_memory_refuses(master: Master) -> None:
-    backend = open_here(master, lent_bytes=0)
+def test_a_store_without_memory_refuses(mortal: Master) -> None:
+    backend = open_here(mortal, lent_bytes=0)
     started = time.monotonic()
     assert backend.put([sealed(1), sealed(2)]) == [False, False]
     assert time.monotonic() - started < 5, "the tries are few"
@@ -261,9 +277,9 @@ time.sleep(100)
 """
 
 
-def test_pages_of_an_owner_that_was_killed_exist_and_are_misses(master: Master) -> None:
-    reader = open_here(master, lent_bytes=0)
-    command = [sys.executable, "-c", OWNER, master.address]
+def test_pages_of_an_owner_that_was_killed_exist_and_are_misses(mortal: Master) -> None:
+    reader = open_here(mortal, lent_bytes=0)
+    command = [sys.executable, "-c", OWNER, mortal.address]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, text=True
     ) as owner:
@@ -282,10 +298,11 @@ def test_pages_of_an_owner_that_was_killed_exist_and_are_misses(master: Master) 
 
 
 def test_a_dead_master_costs_hits_at_once_and_a_restart_is_used_again(
-    backend: MooncakeBackend, master: Master, caplog: pytest.LogCaptureFixture
+    mortal: Master, caplog: pytest.LogCaptureFixture
 ) -> None:
+    backend = open_here(mortal)
     assert backend.put([sealed(1)]) == [True]
-    master.kill()
+    mortal.kill()
     time.sleep(0.2)  # longer than a good answer is trusted
     started = time.monotonic()
     for _ in range(20):
@@ -296,17 +313,17 @@ def test_a_dead_master_costs_hits_at_once_and_a_restart_is_used_again(
         assert not backend.clear()
     assert time.monotonic() - started < 2, "the store itself takes four seconds a call"
     assert "nobody listens" in caplog.text
-    master.start()
+    mortal.start()
     wait_for(lambda: backend.put([sealed(3)]) == [True])
     assert backend.get([key_of(3), key_of(1)]) == [page_of(3), None]  # it forgot what it had
+    assert backend.close()
 
 
-def test_a_master_that_dies_under_a_call_is_a_miss(
-    backend: MooncakeBackend, master: Master
-) -> None:
+def test_a_master_that_dies_under_a_call_is_a_miss(mortal: Master) -> None:
+    backend = open_here(mortal)
     backend.put([sealed(1)])
     backend._answered = time.monotonic() + 3600  # as if it had answered just before
-    master.kill()
+    mortal.kill()
     started = time.monotonic()
     assert backend.get([key_of(1)]) == [None]
     assert time.monotonic() - started < 20
@@ -314,6 +331,11 @@ def test_a_master_that_dies_under_a_call_is_a_miss(
     started = time.monotonic()
     assert backend.get([key_of(1)]) == [None]
     assert time.monotonic() - started < 1, "once it is known, nothing is asked"
+    started = time.monotonic()
+    assert backend.close(), "the store itself blocks for 20 s, and keeps the GIL"
+    assert time.monotonic() - started < 3
+    with pytest.raises(Misuse, match="closed"):
+        backend.get([key_of(1)])
 
 
 def test_without_a_master_it_says_so_at_once() -> None:
@@ -330,36 +352,19 @@ def test_an_address_that_is_none(address: str) -> None:
         MooncakeBackend(address, IDENTITY, lent_bytes=0)
 
 
-def test_a_port_of_something_else_is_bounded() -> None:
+def test_a_port_of_something_else_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody listens, but it is no master: the client is not waited for without end."""
+    monkeypatch.setattr("cache.storage.mooncake.SETUP_TIMEOUT_S", 1.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        code = SOMETHING_ELSE.format(port=other.getsockname()[1])
-        # In a process of its own: the thread left behind would outlive the test.
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=LONG_S,
-            check=False,
-        )
-    assert "refused this client" in run.stdout, run.stderr[-500:]
+        with pytest.raises(BadInput, match=r"no answer within 1.0 s: is it a mooncake_master"):
+            MooncakeBackend(f"127.0.0.1:{other.getsockname()[1]}", IDENTITY, lent_bytes=0)
 
 
-SOMETHING_ELSE = """
-import os
-from cache.storage import mooncake
-from consensus.errors import BadInput
-from tests.storage_pages import IDENTITY
-mooncake.SETUP_TIMEOUT_S = 0.3
-try:
-    mooncake.MooncakeBackend("127.0.0.1:{port}", IDENTITY, lent_bytes=0)
-except BadInput as error:
-    print(error, flush=True)
-os._exit(0)
-"""
+def test_a_little_memory_cannot_be_lent(master: Master) -> None:
+    with pytest.raises(BadInput, match="lend no memory or at least 16777216"):
+        open_here(master, lent_bytes=MIB)
 
 
 def test_close_waits_for_calls_and_later_ones_do_not_reach_the_store(master: Master) -> None:
@@ -389,7 +394,7 @@ def test_close_waits_for_calls_and_later_ones_do_not_reach_the_store(master: Mas
 def test_that_it_listens_everywhere_is_told(
     master: Master, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = open_here(master, lent_bytes=MIB)
+    backend = open_here(master, lent_bytes=0)
     assert "listens on ports on all its interfaces" in caplog.text
     assert backend.close()
 

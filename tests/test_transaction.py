@@ -42,7 +42,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
+@pytest.mark.parametrize("state,event", list(itertools.product(State, Event)))
 def test_every_pair(state: State, event: Event) -> None:
     intent = make_manager(0).open("copy", 1, {"a": 1}, Owner({"a": 1}))
     assert intent is not None

@@ -11,6 +11,8 @@ The wrapper exists because of what the store does at its edges (all observed, ea
 - Without a master `setup` blocks for 90 s and calls for 4 s each: its port is probed first. A
   silent master makes every call a miss at once until it answers again; its health check is not
   asked, it says 0 for too long. After a restart the master knows no page; the client reconnects.
+- `setup` and `close` keep the GIL while they block (calls do not), so no thread could bound them:
+  `setup` is tried in a process of its own first, and a client whose master is gone is left open.
 - A call after `close` crashes the process: `BackendBase` lets none through, and does not close
   while one is under way.
 - Tenants are not kept apart: keys hold the namespace, and names start with the identity's digest.
@@ -21,13 +23,16 @@ The wrapper exists because of what the store does at its edges (all observed, ea
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +43,8 @@ from consensus.errors import BadInput
 
 __all__ = ["MooncakeBackend"]
 
-T = TypeVar("T")
+LENT_BYTES_MIN = 16 << 20
+"""The store takes no smaller segment."""
 
 SETUP_TIMEOUT_S = 15.0
 PROBE_TIMEOUT_S = 1.0
@@ -52,6 +58,15 @@ PUT_PAUSE_S = 0.02
 
 _ENVELOPE = struct.Struct("<QQ")  # checksum, bytes of the page
 _OK, _FULL, _TOO_SMALL, _NO_MASTER = 0, -200, -600, -900
+
+_TRIAL = """
+import json, os, sys
+from mooncake.store import MooncakeDistributedStore
+print(MooncakeDistributedStore().setup(*json.loads(sys.argv[1])), flush=True)
+os._exit(0)
+"""
+
+_left_open: list[Any] = []
 
 
 class MooncakeBackend(BackendBase):
@@ -82,15 +97,20 @@ class MooncakeBackend(BackendBase):
         self._turn = threading.Lock()
         self._answered = 0.0
         self._silent_until = 0.0
+        if 0 < lent_bytes < LENT_BYTES_MIN:
+            raise BadInput(
+                f"storage mooncake: lend no memory or at least {LENT_BYTES_MIN} bytes, not"
+                f" {lent_bytes}"
+            )
         make = _store_type()
         if not self._probe():
             raise BadInput(f"storage mooncake: nobody listens at {master}: start mooncake_master")
-        self._client: Any = make()
         arguments = (host, "P2PHANDSHAKE", lent_bytes, buffer_bytes, protocol, devices, master)
-        status = _bounded(lambda: self._client.setup(*arguments), SETUP_TIMEOUT_S)
+        _try_setup((*arguments[:2], 0, LENT_BYTES_MIN, *arguments[4:]))
+        self._client: Any = make()
+        status: int = self._client.setup(*arguments)
         if status != _OK:
-            why = f"no answer within {SETUP_TIMEOUT_S} s" if status is None else f"status {status}"
-            raise BadInput(f"storage mooncake: the store at {master} refused this client: {why}")
+            raise BadInput(f"storage mooncake: the store at {master} refused: status {status}")
         self._buffer = np.empty(buffer_bytes, dtype=np.uint8)
         self._bytes = self._buffer.data
         self._start: int = self._buffer.ctypes.data
@@ -161,8 +181,13 @@ class MooncakeBackend(BackendBase):
 
     def _release(self) -> None:
         with self._turn:
-            self._client.unregister_buffer(self._start)
-            self._client.close()
+            if self._probe():
+                self._client.unregister_buffer(self._start)
+                self._client.close()
+            else:
+                # Nor may it be collected as garbage, which closes it too.
+                _left_open.append((self._client, self._buffer))
+                log.warning("storage mooncake: the master is gone, the client is left open")
 
     # -- one call of the store, with the turn held -------------------------------------------
 
@@ -297,10 +322,17 @@ def _store_type() -> Callable[[], Any]:
     return module.MooncakeDistributedStore
 
 
-def _bounded(call: Callable[[], T], timeout_s: float) -> T | None:
-    """What ``call`` returns, or None where it takes longer; then its thread is left to itself."""
-    answers: list[T] = []
-    thread = threading.Thread(target=lambda: answers.append(call()), daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return answers[0] if answers else None
+def _try_setup(arguments: tuple[object, ...]) -> None:
+    """Set a client up in a process that can be ended. Raises `BadInput`."""
+    command = [sys.executable, "-c", _TRIAL, json.dumps(arguments)]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=SETUP_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        why = f"no answer within {SETUP_TIMEOUT_S} s: is it a mooncake_master?"
+    else:
+        if run.stdout.strip() == str(_OK):
+            return
+        why = run.stdout.strip() or run.stderr.strip().rpartition("\n")[2]
+    raise BadInput(f"storage mooncake: the store at {arguments[-1]} refused a client: {why}")

@@ -1,0 +1,71 @@
+"""What all ways from DEVICE to HOST have in common: pages reserved, one part of a merged copy."""
+
+from __future__ import annotations
+
+from cache.carriage import Carriage
+from cache.insertion import Insertion
+from cache.mover import Direction
+from cache.node import Node, Tier
+from cache.tiers import Tiers
+from consensus.participant import Intent
+
+__all__ = ["Backup"]
+
+
+class Backup:
+    """The half of a participant that write-through, write-back and buffer flush share.
+
+    ``num_commits`` and ``num_aborts`` count verdicts, ``num_no_room`` what no room could be planned
+    for, ``num_dropped`` what a full queue did not take, ``num_deferred`` intents x steps that kept
+    their place in line.
+    """
+
+    def __init__(self, tiers: Tiers, insertion: Insertion) -> None:
+        self._tiers = tiers
+        self._insertion = insertion
+        self._carriages: dict[int, Carriage] = {}
+        self.num_commits = 0
+        self.num_aborts = 0
+        self.num_no_room = 0
+        self.num_dropped = 0
+        self.num_deferred = 0
+
+    def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
+        """All or nothing."""
+        carriage = self._carriages[intent.serial]
+        if self._tiers.desk.room < 1:
+            return 0
+        carriage.pages = self._tiers.pools[Tier.HOST].reserve(num_pages) or []
+        return len(carriage.pages)
+
+    def unreserve(self, intent: Intent, pool: str) -> None:
+        """Give the pages back; nothing has used them."""
+        carriage = self._carriages[intent.serial]
+        self._tiers.pools[Tier.HOST].free(carriage.pages)
+        carriage.pages = []
+
+    def start(self, intent: Intent) -> None:
+        """Put its part into the merged copy of this step, so that the copy hides the vote."""
+        carriage = self._carriages[intent.serial]
+        source, inserts = self._insertion.sources(carriage.nodes)
+
+        def on_end(ok: bool) -> None:
+            for insert in inserts:
+                self._insertion.reader_ended(insert)
+            self._tiers.manager.mark_ended(intent, None if ok else 0)
+
+        self._tiers.desk.add(Direction.TO_HOST, source, carriage.pages, on_end)
+
+    def requeue(self) -> None:
+        """A ballot was settled: what it deferred, if anything, goes back into line."""
+
+    def add_path(self, path: list[Node]) -> None:
+        """``path`` was inserted or used again: queue what of it should leave the device."""
+
+    def held_pages(self) -> list[int]:
+        """Host pages of this rank that open intents own."""
+        return [page for carriage in self._carriages.values() for page in carriage.pages]
+
+    def clear(self, *, keeps_stock: bool) -> None:
+        """The epoch is over: nothing of it is open any more."""
+        self._carriages.clear()

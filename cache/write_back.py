@@ -1,0 +1,134 @@
+"""Write-back: nothing is backed up at insert; victims of the device are demoted to the host.
+
+Who needs device pages waits while agreed victims are reserved on the host, voted in one ballot and
+moved in one merged copy; only then are their device pages used again. What the host refuses on any
+rank is deleted on all. A low-water mark demotes ahead of need, so that waiting is rare.
+
+    make_room -> demote -> vote, copy -> ended on all: on HOST, device page free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cache.backup import Backup
+from cache.carriage import Carriage
+from cache.insertion import Insertion
+from cache.node import Node, Residency, Tier
+from cache.tiers import Tiers
+from cache.withdrawal import Withdrawal
+from consensus.participant import Intent
+from consensus.transaction import State
+
+__all__ = ["WriteBack"]
+
+
+class WriteBack(Backup):
+    """Participant for demotions; the tiers ask it when room on the device has to be made."""
+
+    kind = "back_up"
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        insertion: Insertion,
+        withdrawal: Withdrawal,
+        *,
+        low_water_pages: int,
+        on_backed_up: Callable[[list[Node]], None] | None = None,
+    ) -> None:
+        super().__init__(tiers, insertion)
+        self._on_backed_up = on_backed_up
+        self._withdrawal = withdrawal
+        self._low_water_pages = low_water_pages
+        self.num_underway = 0  # device pages that come free when their demotion has ended
+        tiers.demoter = self
+
+    @property
+    def num_queued(self) -> int:
+        """Demotions begin when room is needed: nothing waits for a step."""
+        return 0
+
+    def plan(self) -> None:
+        """Keep the agreed free pages of the device above the low-water mark."""
+        missing = self._low_water_pages - self._tiers.manager.room(Tier.DEVICE.value)
+        while missing > self.num_underway:
+            if not self._tiers.evict(Tier.DEVICE, missing - self.num_underway):
+                return
+
+    def demote(self, node: Node) -> bool:
+        """Begin to move ``node`` to the host; False: there is no slot, try again next step.
+
+        Where no room on the host can be planned it is deleted, everywhere.
+        """
+        tiers = self._tiers
+        num_pages = node.num_pages
+        if not tiers.make_room(Tier.HOST, num_pages):
+            self.num_no_room += 1
+            tiers.manager.note("no room", Tier.HOST.value, node.node_id)
+            self._delete(node)
+            return True
+        intent = tiers.manager.open(self.kind, node.node_id, {Tier.HOST.value: num_pages}, self)
+        if intent is None:
+            tiers.tree.order[Tier.DEVICE].offer(node)
+            return False
+        carriage = Carriage(Tier.HOST, [node], None)
+        carriage.intent = intent
+        self._carriages[intent.serial] = carriage
+        carriage.attach()
+        tiers.tree.place(node, Tier.HOST, Residency.RESERVED)
+        tiers.tree.pin(node, Tier.DEVICE)
+        tiers.tree.pin(node, Tier.HOST)
+        self.num_underway += num_pages
+        return True
+
+    def _delete(self, node: Node) -> None:
+        """The victim goes, and what only the host has below it could not be reached any more."""
+        self._withdrawal.retract_host(node)
+        self._tiers.drop(node, Tier.DEVICE)
+
+    # -- participant -----------------------------------------------------------------------------
+
+    def commit(self, intent: Intent) -> None:
+        """Published on HOST; the device page stays until the copy has ended on all ranks."""
+        self.num_commits += 1
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            self._tiers.tree.place(node, Tier.HOST, Residency.COPYING, carriage.pages_of(node))
+
+    def abort(self, intent: Intent) -> None:
+        """Some rank's host refused: the victim is deleted once no rank reads it any more."""
+        self.num_aborts += 1
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            self._tiers.tree.place(node, Tier.HOST, Residency.ABSENT)
+        carriage.let_go()
+
+    def ended(self, intent: Intent) -> None:
+        """Moved, or deleted; a node that somebody has come to need meanwhile stays."""
+        carriage = self._carriages.pop(intent.serial)
+        tiers = self._tiers
+        self.num_underway -= intent.total
+        is_moved = intent.state is State.DONE
+        if not is_moved:
+            for node in carriage.nodes:
+                self._withdrawal.retract_host(node)
+        nodes = carriage.detach()
+        for node in nodes:
+            if is_moved:
+                tiers.tree.place(node, Tier.HOST, Residency.RESIDENT)
+                if self._on_backed_up is not None:
+                    self._on_backed_up([node])
+            tiers.tree.unpin(node, Tier.DEVICE)
+            tiers.tree.unpin(node, Tier.HOST)
+        if not is_moved:
+            tiers.pools[Tier.HOST].free(carriage.pages)
+        for node in reversed(nodes):
+            if tiers.tree.order[Tier.DEVICE].is_candidate(node):
+                tiers.num_evicted[Tier.DEVICE] += node.num_pages
+                tiers.drop(node, Tier.DEVICE)
+
+    def clear(self, *, keeps_stock: bool) -> None:
+        """The epoch is over: nothing of it is open any more."""
+        super().clear(keeps_stock=keeps_stock)
+        self.num_underway = 0

@@ -1,0 +1,168 @@
+"""The fuzzer: random worlds hold, one seed is one run, and failures become small files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cache.write_through import WriteThrough
+from consensus.participant import Intent
+from harness.cli import main
+from harness.fuzz import run_world, signature, small_scenario
+from harness.random_worlds import draw_scenario
+from harness.scenario_file import parse_scenario, read_scenario
+from harness.scenario_text import scenario_text
+
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.toml"))
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_random_worlds_keep_all_promises(first: int) -> None:
+    for seed in range(first, first + 25):
+        result = run_world(seed)
+        assert result.failures == [], f"kvpact fuzz --seed {seed} --worlds 1"
+        assert result.rank_steps > 0
+
+
+def test_each_commit_explores_other_worlds() -> None:
+    commit = os.environ.get("GITHUB_SHA", "0" * 40)
+    first = int(commit[:12], 16)
+    for seed in range(first, first + 25):
+        assert run_world(seed).failures == [], f"kvpact fuzz --seed {seed} --worlds 1"
+
+
+def test_healed_worlds_drain_and_give_everything_back() -> None:
+    for seed in range(25):
+        result = run_world(seed, liveness=True)
+        assert result.failures == [], f"kvpact fuzz --seed {seed} --worlds 1 --liveness"
+
+
+def test_worlds_differ_from_each_other() -> None:
+    drawn = [draw_scenario(seed).scenario for seed in range(40)]
+    assert len({scenario.world for scenario in drawn}) > 30
+    assert {type(entry).__name__ for scenario in drawn for entry in scenario.do} >= {
+        "Insert", "LoadBack", "Evict", "Finish", "Abort", "Admit", "Take", "Compute", "Free",
+        "Step", "Drain", "Fault", "Heal", "Expect",
+    }  # fmt: skip
+    assert any(entry.raises for scenario in drawn for entry in scenario.do)
+
+
+def test_one_seed_is_one_run_byte_for_byte(tmp_path: Path) -> None:
+    said: list[str] = []
+    for hash_seed in ("1", "2"):
+        folder = tmp_path / hash_seed
+        done = subprocess.run(
+            [sys.executable, "-m", "harness.cli", "fuzz", "--worlds", "12", "--seed", "7"]
+            + ["--journal", str(folder)],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        found = re.search(r"digest (\w+)", done.stdout)
+        assert found is not None, done.stdout
+        said.append(found[1])
+    assert said[0] == said[1]
+    ours = sorted(path.relative_to(tmp_path / "1") for path in (tmp_path / "1").rglob("*.jsonl"))
+    assert len(ours) >= 24
+    for path in ours:
+        assert (tmp_path / "1" / path).read_bytes() == (tmp_path / "2" / path).read_bytes()
+
+
+def test_several_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    digests: list[str] = []
+    for jobs in ("1", "2"):
+        assert main(["fuzz", "--worlds", "10", "--seed", "90", "--jobs", jobs]) == 0
+        found = re.search(r"digest (\w+)", capsys.readouterr().out)
+        assert found is not None
+        digests.append(found[1])
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--worlds", "0"], "--worlds"),
+        (["--minutes", "0"], "--minutes"),
+        (["--minutes", "nan"], "--minutes"),
+        (["--seed", "-1"], "--seed"),
+        (["--jobs", "0"], "--jobs"),
+    ],
+)
+def test_bad_flags_are_one_line(
+    flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fuzz", *flags]) == 2
+    error = capsys.readouterr().err
+    assert word in error
+    assert error.count("\n") == 1
+
+
+def _forget_to_unpin(self: WriteThrough, intent: Intent) -> None:
+    """A planted fault: an aborted backup keeps the pin of its parent's path."""
+    carriage = self._carriages[intent.serial]
+    if intent.state.value == "closed":
+        carriage.anchor = None
+    _ENDED(self, intent)
+
+
+_ENDED = WriteThrough.ended
+
+
+def test_a_planted_fault_is_found_and_made_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(WriteThrough, "ended", _forget_to_unpin)
+    seed = next(seed for seed in range(200) if run_world(seed).failures)
+    status = main(["fuzz", "--worlds", "1", "--seed", str(seed), "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert status == 1
+    assert f"kvpact fuzz --seed {seed} --worlds 1" in out
+    file = tmp_path / f"fuzz_{seed}.toml"
+    small = read_scenario(file)
+    drawn = draw_scenario(seed)
+    before = len(drawn.scenario.do) - drawn.num_tail
+    assert len(small.do) - drawn.num_tail < before / 2
+    assert small.world.num_ranks <= drawn.scenario.world.num_ranks
+    assert main(["scenario", str(file)]) == 1
+    monkeypatch.undo()
+    assert main(["scenario", str(file)]) == 0
+
+
+def test_shrinking_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WriteThrough, "ended", _forget_to_unpin)
+    seed = next(seed for seed in range(200) if run_world(seed).failures)
+    assert small_scenario(seed, runs_max=60) == small_scenario(seed, runs_max=60)
+
+
+def test_a_signature_forgets_numbers_only() -> None:
+    one = signature("rank 0, after step 5: <node 6> is gone; the journal before it: #1")
+    assert one == signature("rank 3, after step 17: <node 1> is gone")
+    assert one != signature("rank 3, after step 17: <node 1> is there")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_written_reads_back(seed: int) -> None:
+    scenario = draw_scenario(seed).scenario
+    again = parse_scenario(scenario_text(scenario), scenario.path)
+    assert again == scenario
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_scenario_files_survive_writing(path: Path) -> None:
+    scenario = read_scenario(path)
+    assert parse_scenario(scenario_text(scenario), str(path)) == scenario
+
+
+def test_texts_are_quoted() -> None:
+    scenario = msgspec.structs.replace(
+        draw_scenario(0).scenario, name='a "b" \\ c\x7f\n\x01', about="üß", source="x#y"
+    )
+    assert parse_scenario(scenario_text(scenario), scenario.path) == scenario
