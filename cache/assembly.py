@@ -105,7 +105,14 @@ def join_replica(
         ranks=ranks,
         width=schema_of(config).width,
         facts=config_facts(config),
-        usable={tier.value: num_pages for tier, num_pages in _num_pages(config).items()},
+        usable={
+            **{tier.value: num_pages for tier, num_pages in _num_pages(config).items()},
+            **{
+                spec.pool(tier): config.side_pages[spec.name][index]
+                for spec in config.side_pools
+                for index, tier in enumerate((Tier.DEVICE, Tier.HOST))
+            },
+        },
         deadline_s=config.deadline_s,
         start_timeout_s=start_timeout_s,
     )

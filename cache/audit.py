@@ -22,6 +22,8 @@ def audit(cache: HierarchicalCache) -> None:
     for tier in Tier:
         _check_pages(cache, tier)
         _check_ledger(cache, tier)
+    if cache.tiers.side:
+        _check_side_pools(cache)
 
 
 def _check_pages(cache: HierarchicalCache, tier: Tier) -> None:
@@ -63,6 +65,34 @@ def _check_ledger(cache: HierarchicalCache, tier: Tier) -> None:
             f"{name}: the ledger has {ledger.charged(name)} pages charged, {expected} are used",
             rank=cache.rank,
         )
+
+
+def _check_side_pools(cache: HierarchicalCache) -> None:
+    side, manager = cache.tiers.side, cache.manager
+    nodes = list(cache.tree.nodes())
+    carriages = [*cache.insertion.held(), *cache.load_back.held(), *cache.backup.held()]
+    owned, kept = side.owned(nodes, carriages), side.owned(nodes, [])
+    for one in side:
+        for tier, pool in one.pools.items():
+            name = one.spec.pool(tier)
+            pool.check_integrity()
+            pages = list(owned[name])
+            if tier is Tier.DEVICE:
+                pages += cache.carryover.side_orphans(one.spec.name)
+            total = len(pages) + pool.num_free + pool.num_limbo
+            if len(set(pages)) != len(pages) or total != pool.num_pages:
+                raise InternalError(
+                    f"{name}: {pages} owned + {pool.num_free} free + {pool.num_limbo} in limbo are"
+                    f" not {pool.num_pages} pages with one owner each",
+                    rank=cache.rank,
+                )
+            expected = len(kept[name]) + manager.ledger.cooling(name)
+            expected += sum(intent.need.get(name, 0) for intent in manager.open_intents)
+            if manager.ledger.charged(name) != expected:
+                raise InternalError(
+                    f"{name}: {manager.ledger.charged(name)} pages charged, {expected} are used",
+                    rank=cache.rank,
+                )
 
 
 def _in_tree(cache: HierarchicalCache, tier: Tier) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache.carriage import Carriage
 from cache.insertion import Insertion
 from cache.mover import Direction
-from cache.node import Node, Tier
+from cache.node import Node, Residency, Tier
 from cache.tiers import Tiers
 from consensus.participant import Intent
 
@@ -33,6 +33,8 @@ class Backup:
     def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
         """All or nothing."""
         carriage = self._carriages[intent.serial]
+        if pool != Tier.HOST.value:
+            return self._tiers.side.reserve(carriage, pool, num_pages)
         if self._tiers.desk.room < 1:
             return 0
         carriage.pages = self._tiers.pools[Tier.HOST].reserve(num_pages) or []
@@ -41,6 +43,9 @@ class Backup:
     def unreserve(self, intent: Intent, pool: str) -> None:
         """Give the pages back; nothing has used them."""
         carriage = self._carriages[intent.serial]
+        if pool != Tier.HOST.value:
+            self._tiers.side.unreserve(carriage, pool)
+            return
         self._tiers.pools[Tier.HOST].free(carriage.pages)
         carriage.pages = []
 
@@ -54,7 +59,24 @@ class Backup:
                 self._insertion.reader_ended(insert)
             self._tiers.manager.mark_ended(intent, None if ok else 0)
 
-        self._tiers.desk.add(Direction.TO_HOST, source, carriage.pages, on_end)
+        side = self._tiers.side.copies(carriage.nodes, carriage, inserts)
+        self._tiers.desk.add(Direction.TO_HOST, source, carriage.pages, on_end, side)
+
+    def _publish(self, carriage: Carriage) -> None:
+        """The nodes are on HOST now; their bytes may still be on the way."""
+        for node in carriage.nodes:
+            pages = carriage.pages_of(node)
+            self._tiers.side.publish(carriage, node)
+            self._tiers.tree.place(node, Tier.HOST, Residency.COPYING, pages)
+
+    def _free(self, carriage: Carriage) -> None:
+        """What was reserved for it is free: nothing of it is kept."""
+        self._tiers.pools[Tier.HOST].free(carriage.pages)
+        self._tiers.side.free_carriage(carriage)
+
+    def held(self) -> list[Carriage]:
+        """Its open carriages, for the audit."""
+        return list(self._carriages.values())
 
     def requeue(self) -> None:
         """A ballot was settled: what it deferred, if anything, goes back into line."""

@@ -35,6 +35,8 @@ class Carriage:
         "on_refused",
         "pages",
         "readers",
+        "side",
+        "side_wanted",
         "tier",
     )
 
@@ -43,6 +45,9 @@ class Carriage:
         self.nodes = nodes
         self.anchor = anchor
         self.pages: list[int] = []
+        # Side pools (cache.side_pools): positions that want a page, and the pages held for them.
+        self.side_wanted: dict[str, list[int]] = {}
+        self.side: dict[str, list[tuple[int, int]]] = {}
         self.num_copies = 0
         self.copy_tickets: list[int] = []
         self.good: list[tuple[int, bool]] = []
@@ -56,14 +61,19 @@ class Carriage:
         """Pages of all its nodes."""
         return sum(node.num_pages for node in self.nodes)
 
-    def pages_of(self, node: Node) -> list[int]:
-        """The part of ``pages`` that is for ``node``."""
+    def position_of(self, node: Node) -> int:
+        """How many pages come before those of ``node``."""
         start = 0
         for other in self.nodes:
             if other is node:
-                return self.pages[start : start + node.num_pages]
+                return start
             start += other.num_pages
         raise KeyError(node.node_id)
+
+    def pages_of(self, node: Node) -> list[int]:
+        """The part of ``pages`` that is for ``node``."""
+        start = self.position_of(node)
+        return self.pages[start : start + node.num_pages]
 
     def attach(self) -> None:
         """From now on the nodes know of it."""

@@ -29,6 +29,7 @@ class Carryover:
     def __init__(self, cache: HierarchicalCache) -> None:
         self._cache = cache
         self._orphans: Counter[int] = Counter()  # device page -> live requests that hold it
+        self._side_orphans: Counter[tuple[str, int]] = Counter()
         self._lost: dict[str, Request] = {}
         self._keeps_device = False
         self.is_detached = False
@@ -69,6 +70,8 @@ class Carryover:
         """Pages per pool that this rank can use: capacity less limbo and orphans."""
         storage = self._cache.storage
         usable = {tier.value: self.usable_of(tier) for tier in Tier}
+        for name in self._cache.tiers.side.pool_names():
+            usable[name] = self.usable_side(name)
         usable[STORAGE] = storage.usable if storage is not None else 0
         return usable
 
@@ -78,6 +81,19 @@ class Carryover:
         if tier is Tier.DEVICE:
             return pool.usable - len(self._orphans)
         return 0 if self.is_detached else pool.usable
+
+    def usable_side(self, name: str) -> int:
+        """Pages of a side pool that this rank can use."""
+        base, _, tier = name.rpartition(".")
+        orphans = sum(1 for owner, _ in self._side_orphans if owner == base)
+        usable = self._cache.tiers.side.usable(name)
+        if tier == Tier.DEVICE.value:
+            return usable - orphans
+        return 0 if self.is_detached else usable
+
+    def side_orphans(self, name: str) -> list[int]:
+        """Device pages of a side pool that only requests of an earlier epoch hold."""
+        return [page for owner, page in self._side_orphans if owner == name]
 
     def pools(self) -> dict[str, dict[str, int]]:
         """What is in each pool."""
@@ -124,27 +140,44 @@ class Carryover:
         for request in self._cache.requests:
             held = [] if request.held is None else request.held.path()
             request.orphans += [page for node in held for page in node.device.pages]
+            request.side_orphans += [
+                (name, page)
+                for node in held
+                for name, pages in node.device.side.items()
+                for _, page in pages
+            ]
             request.orphans += request.private
             request.held, request.private = None, []
         alive = [*self._cache.requests, *self._lost.values()]
         self._orphans = Counter(page for request in alive for page in request.orphans)
+        self._side_orphans = Counter(pair for one in alive for pair in one.side_orphans)
         self._cache.tiers.pools[Tier.DEVICE].reset(keep=self._orphans)
         self._cache.tiers.pools[Tier.HOST].reset()
+        self._reset_side_pools(list(self._side_orphans))
+
+    def _reset_side_pools(self, kept: list[tuple[str, int]]) -> None:
+        for side in self._cache.tiers.side:
+            pages = [page for name, page in kept if name == side.spec.name]
+            side.pools[Tier.DEVICE].reset(keep=pages)
+            side.pools[Tier.HOST].reset()
 
     def _keep_device_tier(self) -> None:
         """Only what is RESIDENT on DEVICE stays; pins are those of live requests."""
         cache = self._cache
         nodes = list(cache.tree.nodes())
-        resident = [(node, node.device.pages) for node in self._resident()]
+        resident = [(node, node.device.pages, node.device.side) for node in self._resident()]
         cache.tree.forget_presence()
         kept: list[int] = list(self._orphans)
+        side_kept: list[tuple[str, int]] = list(self._side_orphans)
         for node in nodes:
             node.device, node.host = Presence(), Presence()
             node.carriages.clear()
             node.is_queued, node.built_on = False, ()
-        for node, pages in resident:
+        for node, pages, side in resident:
+            node.device.side = side
             cache.tree.place(node, Tier.DEVICE, Residency.RESIDENT, pages)
             kept += pages
+            side_kept += [(name, page) for name in side for _, page in side[name]]
         for request in cache.requests:
             held, request.held = request.held, None
             present = [] if held is None else [n for n in held.path() if n.device.is_published]
@@ -158,6 +191,7 @@ class Carryover:
         cache.tiers.prune()
         cache.tiers.pools[Tier.DEVICE].reset(keep=kept)
         cache.tiers.pools[Tier.HOST].reset()
+        self._reset_side_pools(side_kept)
 
     def restart(self, epoch: int, usable: dict[str, int]) -> None:
         """Begin ``epoch`` with ``usable`` pages; what was kept is charged again."""
@@ -167,6 +201,8 @@ class Carryover:
         pages += cache.engine_pages.headroom
         pages += sum(len(request.private) for request in cache.requests)
         cache.manager.ledger.charge(Tier.DEVICE.value, pages)
+        for name, owned in cache.tiers.side.owned(list(cache.tree.nodes()), []).items():
+            cache.manager.ledger.charge(name, len(owned))
 
     # -- requests of the old epoch ---------------------------------------------------------------
 
@@ -178,7 +214,18 @@ class Carryover:
         for page in gone:
             del self._orphans[page]
         request.orphans = []
+        self._release_side(request)
         self._cache.tiers.pools[Tier.DEVICE].free(gone)
+
+    def _release_side(self, request: Request) -> None:
+        pairs, request.side_orphans = request.side_orphans, []
+        for pair in pairs:
+            self._side_orphans[pair] -= 1
+        gone = [pair for pair in dict.fromkeys(pairs) if self._side_orphans[pair] == 0]
+        for side in self._cache.tiers.side:
+            side.pools[Tier.DEVICE].free([page for name, page in gone if name == side.spec.name])
+        for pair in gone:
+            del self._side_orphans[pair]
 
     def release_lost(self, name: str) -> None:
         """A lost request was aborted by the engine."""

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from cache.tensors import KVShape
+from cache.side_pools import SideSpec
 from consensus.errors import Misuse
 
 __all__ = ["CacheConfig"]
@@ -16,7 +17,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank needs to know of its cache.
 
     ``device_pages`` and ``host_pages`` are this rank's own and may differ between ranks (0 host
-    pages: no host tier); everything else must be equal on all ranks.
+    pages: no host tier), and so are ``side_pages`` (device and host pages of each side pool);
+    everything else must be equal on all ranks.
 
     ``policy`` says what follows a divergence (:class:`consensus.report.Policy`).
     ``mode`` says how pages come to the other tiers: ``write_through`` backs each node up after its
@@ -54,6 +56,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     storage_queue_pages: int = 4096
     events_max: int = 0
     verifies_copies: bool = True
+    side_pools: tuple[SideSpec, ...] = ()
+    side_pages: dict[str, tuple[int, int]] = {}
     copy_timeout_s: float = 30.0
     warn_s: float = 10.0
     deadline_s: float = 30.0
@@ -80,6 +84,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._require("write_queue_nodes_max", self.write_queue_nodes_max, 1)
         self._require("waiting_tickets_max", self.waiting_tickets_max, 1)
         self._require("integrity_every_steps", self.integrity_every_steps, 0)
+        names = {spec.name for spec in self.side_pools}
+        if names != self.side_pages.keys() or len(names) != len(self.side_pools):
+            raise Misuse(f"side_pages must name each of the side pools {sorted(names)} once")
+        if self.side_pools and self.mode == "buffer_only":
+            raise Misuse("side pools are not staged: mode buffer_only cannot have any")
         self._require("max_resets", self.max_resets, 0)
         for name in ("copy_timeout_s", "warn_s", "deadline_s", "grace_s", "reset_window_s"):
             if not getattr(self, name) > 0:

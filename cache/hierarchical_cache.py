@@ -37,6 +37,7 @@ from cache.node import Node, Residency, Tier, Tokens
 from cache.page_pool import PagePool
 from cache.radix_tree import RadixTree
 from cache.requests import Request, RequestReport, RequestTable
+from cache.side_pools import SidePool, SidePools
 from cache.staged_load import StagedLoads
 from cache.storage_desk import StorageDesk
 from cache.storage_tier import STORAGE, StorageTier
@@ -110,12 +111,14 @@ class StepResult(msgspec.Struct, frozen=True):
 
 def schema_of(config: CacheConfig) -> Schema:
     """The ballot's shape for this configuration: equal on all ranks."""
-    return Schema(tuple(sorted([*(tier.value for tier in Tier), STORAGE])), config.num_slots)
+    pools = [spec.pool(tier) for spec in config.side_pools for tier in Tier]
+    pools += [*(tier.value for tier in Tier), STORAGE]
+    return Schema(tuple(sorted(pools)), config.num_slots)
 
 
 def config_facts(config: CacheConfig) -> dict[str, str]:
     """What must be equal on all ranks, for :func:`consensus.membership.introduce`."""
-    own = ("device_pages", "host_pages")
+    own = ("device_pages", "host_pages", "side_pages")
     return {
         name: str(value)
         for name, value in msgspec.structs.asdict(config).items()
@@ -148,12 +151,14 @@ class HierarchicalCache:
         regroup: Callable[[int], Group] | None = None,
         on_close: Callable[[], None] | None = None,
         storage: StorageDesk | None = None,
+        side: Sequence[SidePool] = (),
     ) -> None:
         self.config = config
         self._on_close = on_close
         self.rank = group.rank
         self.journal = journal
         self.tree = RadixTree(config.page_size, POLICIES[config.eviction](), journal.note)
+        sides = SidePools(side)
         self.manager = TransactionManager(
             rank=group.rank,
             schema=schema_of(config),
@@ -162,12 +167,13 @@ class HierarchicalCache:
             journal=journal,
             usable={
                 **{tier.value: partial(self._usable, tier) for tier in pools},
+                **{name: partial(self._usable_side, name) for name in sides.pool_names()},
                 STORAGE: self._usable_storage,
             },
         )
-        desk = CopyDesk(mover, pools, verifies=config.verifies_copies)
+        desk = CopyDesk(mover, pools, verifies=config.verifies_copies, side=side)
         whole = config.evicts_whole_nodes
-        self.tiers = Tiers(self.tree, pools, self.manager, desk, trims=not whole)
+        self.tiers = Tiers(self.tree, pools, self.manager, desk, trims=not whole, side=sides)
         self.requests = RequestTable(self.tree)
         self.withdrawal = Withdrawal(self.tiers, self.requests)
         self.insertion = Insertion(self.tiers)
@@ -284,6 +290,9 @@ class HierarchicalCache:
     def _usable(self, tier: Tier) -> int:
         return self.carryover.usable_of(tier)
 
+    def _usable_side(self, name: str) -> int:
+        return self.carryover.usable_side(name)
+
     def _usable_storage(self) -> int:
         return self.storage.usable if self.storage is not None else 0
 
@@ -330,12 +339,13 @@ class HierarchicalCache:
                 " them before it matches again"
             )
         path = self._served(self.tree.match(tokens, namespace))
-        match = _match(path, tokens, namespace)
+        device = self._on_device(path)
+        match = _match(path, device, tokens, namespace)
         if request is not None:
             live = self.requests.open(request)
             live.prompt_pages = len(tokens) // self.config.page_size
             live.device_hit_pages = match.device_pages
-            self.requests.hold(live, _last_on_device(path))
+            self.requests.hold(live, device[-1] if device else None)
         return match
 
     def peek(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
@@ -418,6 +428,8 @@ class HierarchicalCache:
         Only whole pages enter. Raises :class:`Misuse` where the request has fewer pages, or holds
         another prefix.
         """
+        if self.tiers.side:
+            raise Misuse("with side pools the engine's pages are voted: use propose_insert")
         live = self.requests.require(request)
         num_pages = len(tokens) // self.config.page_size
         held = live.held_pages
@@ -482,6 +494,8 @@ class HierarchicalCache:
         False: refused at once, on every rank. ``fill(nodes, pages)`` writes the bytes as soon as
         this rank holds the pages. With ``hold`` the path stays pinned until the request ends.
         """
+        if len(tokens) < self.config.page_size:
+            raise Misuse(f"request {request!r} inserts less than one page")
         self.journal.note("propose_insert", request, priority)
         holder = self.requests.open(request) if hold else None
         return self.insert_line.propose(tokens, namespace, fill, holder, priority)
@@ -698,24 +712,23 @@ class HierarchicalCache:
         self.close()
 
     def _served(self, path: list[Node]) -> list[Node]:
-        return list(takewhile(_is_served, path))
+        """The leading nodes that can be served, up to where every side pool's state is there."""
+        served = list(takewhile(_is_served, path))
+        side = self.tiers.side
+        return served[: side.usable_end(served, list(Tier))] if side else served
+
+    def _on_device(self, path: list[Node]) -> list[Node]:
+        """The leading nodes that can be used on the device as they are."""
+        device = list(takewhile(lambda node: node.device.is_published, path))
+        side = self.tiers.side
+        return device[: side.usable_end(device, [Tier.DEVICE])] if side else device
 
 
 def _is_served(node: Node) -> bool:
     return node.device.is_published or node.host.is_published
 
 
-def _last_on_device(path: Sequence[Node]) -> Node | None:
-    last: Node | None = None
-    for node in path:
-        if not node.device.is_published:
-            break
-        last = node
-    return last
-
-
-def _match(path: list[Node], tokens: Tokens, namespace: str) -> Match:
-    device = list(takewhile(lambda node: node.device.is_published, path))
+def _match(path: list[Node], device: list[Node], tokens: Tokens, namespace: str) -> Match:
     num_device = sum(node.num_pages for node in device)
     return Match(
         node=path[-1] if path else None,

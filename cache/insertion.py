@@ -61,7 +61,9 @@ class Insertion:
                 break
             anchor = node
         tiers.tree.pin_path(anchor, Tier.DEVICE)
-        intent = self._open(path, missing)
+        carriage = Carriage(Tier.DEVICE, missing, anchor)
+        carriage.side_wanted = tiers.side.wanted(missing, None)
+        intent = self._open(path, carriage)
         if not isinstance(intent, Intent):
             tiers.tree.unpin_path(anchor, Tier.DEVICE)
             tiers.hollow(missing)
@@ -69,7 +71,6 @@ class Insertion:
             if intent is Proposal.REFUSED:
                 self.refuse(path[-1].node_id)
             return intent
-        carriage = Carriage(Tier.DEVICE, missing, anchor)
         carriage.intent, carriage.fill = intent, fill
         carriage.on_refused.append(on_refused)
         self._carriages[intent.serial] = carriage
@@ -89,7 +90,7 @@ class Insertion:
                 carriage.on_refused.append(on_refused)
                 return
 
-    def _open(self, path: list[Node], missing: list[Node]) -> Intent | Proposal:
+    def _open(self, path: list[Node], wanted: Carriage) -> Intent | Proposal:
         parents: list[Intent] = []
         for node in path:
             carriage = node.device.carriage
@@ -97,16 +98,17 @@ class Insertion:
                 continue
             if carriage.intent.is_undecided and carriage.intent not in parents:
                 parents.append(carriage.intent)
-        num_pages = sum(node.num_pages for node in missing)
+        num_pages = wanted.num_pages
+        side = self._tiers.side.need(wanted)
         if any(parent.withdrawn for parent in parents):
             return Proposal.REFUSED
-        if not self._tiers.make_room(Tier.DEVICE, num_pages):
+        if not self._tiers.make_room(Tier.DEVICE, num_pages, side):
             is_coming = self._tiers.is_coming(Tier.DEVICE, num_pages)
             return Proposal.WAITS if is_coming else Proposal.REFUSED
         opened = self._tiers.manager.open(
             self.kind,
             path[-1].node_id,
-            {Tier.DEVICE.value: num_pages},
+            {Tier.DEVICE.value: num_pages, **side},
             self,
             parents=parents,
             ends_on_commit=True,
@@ -123,12 +125,17 @@ class Insertion:
     def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
         """All or nothing."""
         carriage = self._carriages[intent.serial]
+        if pool != Tier.DEVICE.value:
+            return self._tiers.side.reserve(carriage, pool, num_pages)
         carriage.pages = self._tiers.pools[Tier.DEVICE].reserve(num_pages) or []
         return len(carriage.pages)
 
     def unreserve(self, intent: Intent, pool: str) -> None:
         """Give the pages back; nothing has used them."""
         carriage = self._carriages[intent.serial]
+        if pool != Tier.DEVICE.value:
+            self._tiers.side.unreserve(carriage, pool)
+            return
         self._tiers.pools[Tier.DEVICE].free(carriage.pages)
         carriage.pages = []
 
@@ -175,6 +182,7 @@ class Insertion:
         carriage = self._carriages[intent.serial]
         for node in carriage.nodes:
             pages = carriage.pages_of(node)
+            self._tiers.side.publish(carriage, node)
             self._tiers.tree.place(node, Tier.DEVICE, Residency.RESIDENT, pages)
 
     def abort(self, intent: Intent) -> None:
@@ -197,12 +205,17 @@ class Insertion:
             self._tiers.tree.order[Tier.DEVICE].offer(node)
         if not intent.is_committed:
             self._tiers.pools[Tier.DEVICE].free(carriage.pages)
+            self._tiers.side.free_carriage(carriage)
             self._tiers.hollow(nodes)
 
     def clear(self, *, keeps_stock: bool) -> None:
         """The epoch is over: nothing of it is open any more."""
         self._carriages.clear()
         self._unread.clear()
+
+    def held(self) -> list[Carriage]:
+        """Its open carriages, for the audit."""
+        return list(self._carriages.values())
 
     def held_pages(self) -> list[int]:
         """Device pages of this rank that undecided or draining inserts own."""

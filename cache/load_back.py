@@ -165,19 +165,25 @@ class LoadBack:
             tiers.tree.pin(node, Tier.HOST)
         num_pages = min(num_pages, tiers.room(Tier.DEVICE))
         intent: Intent | None = None
-        has_room = num_pages >= self._minimum_pages and tiers.make_room(Tier.DEVICE, num_pages)
+        taken = self._cut(wanted, num_pages)
+        pinned = [*wanted, *(node for node in taken if node not in wanted)]  # a cut pins both parts
+        carriage = Carriage(Tier.DEVICE, taken, anchor)
+        carriage.side_wanted = tiers.side.wanted(taken, Tier.HOST)
+        side = tiers.side.need(carriage)
+        is_enough = num_pages >= self._minimum_pages
+        has_room = is_enough and tiers.make_room(Tier.DEVICE, num_pages, side)
         if has_room:
             intent = tiers.manager.open(
                 self.kind,
                 wanted[0].node_id,
-                {Tier.DEVICE.value: num_pages},
+                {Tier.DEVICE.value: num_pages, **side},
                 self,
-                minimum=self._minimum_pages,
-                parents=[carriage.intent for carriage in joined if carriage.intent is not None],
+                minimum=None if side else self._minimum_pages,
+                parents=[one.intent for one in joined if one.intent is not None],
             )
         if intent is None:
             tiers.tree.unpin_path(anchor, Tier.DEVICE)
-            for node in wanted:
+            for node in pinned:
                 tiers.tree.unpin(node, Tier.HOST)
             is_coming = has_room or (num_pages > 0 and tiers.is_coming(Tier.DEVICE, num_pages))
             if is_coming and len(self._waiting) < self._waiting_max:
@@ -187,24 +193,20 @@ class LoadBack:
                 tiers.manager.note("no room", Tier.DEVICE.value, wanted[0].node_id)
                 _do_without(ticket, "no device pages can be had")
             return
-        ticket.carriages = [*joined, self._carry(intent, wanted, anchor, num_pages)]
-
-    def _carry(
-        self, intent: Intent, wanted: list[Node], anchor: Node | None, num_pages: int
-    ) -> Carriage:
-        tiers = self._tiers
-        taken = self._cut(wanted, num_pages)
-        for node in wanted:
+        for node in pinned:
             if node not in taken:
                 tiers.tree.unpin(node, Tier.HOST)
-        carriage = Carriage(Tier.DEVICE, taken, anchor)
+        self._carry(intent, carriage)
+        ticket.carriages = [*joined, carriage]
+
+    def _carry(self, intent: Intent, carriage: Carriage) -> None:
+        tiers = self._tiers
         carriage.intent = intent
         self._carriages[intent.serial] = carriage
         carriage.attach()
-        for node in list(carriage.nodes):
+        for node in carriage.nodes:
             tiers.tree.place(node, Tier.DEVICE, Residency.RESERVED)
             tiers.tree.pin(node, Tier.DEVICE)
-        return carriage
 
     def _cut(self, nodes: list[Node], num_pages: int) -> list[Node]:
         """The first ``num_pages`` pages of ``nodes`` as whole nodes, splitting one if need be."""
@@ -225,6 +227,8 @@ class LoadBack:
     def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
         """As many as there are."""
         carriage = self._carriages[intent.serial]
+        if pool != Tier.DEVICE.value:
+            return self._tiers.side.reserve(carriage, pool, num_pages)
         if self._tiers.desk.room < len(carriage.nodes):
             return 0
         if not all(node.host.is_published for node in carriage.nodes):
@@ -235,6 +239,9 @@ class LoadBack:
     def unreserve(self, intent: Intent, pool: str) -> None:
         """Give the pages back; nothing has used them."""
         carriage = self._carriages[intent.serial]
+        if pool != Tier.DEVICE.value:
+            self._tiers.side.unreserve(carriage, pool)
+            return
         self._tiers.pools[Tier.DEVICE].free(carriage.pages)
         carriage.pages = []
 
@@ -250,9 +257,11 @@ class LoadBack:
                 parts.append((node.host.pages[: len(target)], target))
         carriage.num_copies = len(parts)
         carriage.good = [(len(target), False) for _, target in parts]
+        side = self._tiers.side.copies(carriage.nodes, carriage, [])
         for index, (source, target) in enumerate(parts):
             on_end = partial(self._part_ended, carriage, index)
-            ticket = self._tiers.desk.add(Direction.TO_DEVICE, source, target, on_end)
+            beside = side if index == len(parts) - 1 else {}
+            ticket = self._tiers.desk.add(Direction.TO_DEVICE, source, target, on_end, beside)
             carriage.copy_tickets.append(ticket)
 
     def _part_ended(self, carriage: Carriage, index: int, ok: bool) -> None:
@@ -266,7 +275,12 @@ class LoadBack:
             if not went_well:
                 break
             good += num_pages
-        self._tiers.manager.mark_ended(carriage.intent, good)
+        if len(carriage.intent.need) > 1:  # over several pools it is all or nothing
+            self._tiers.manager.mark_ended(
+                carriage.intent, None if good == carriage.num_pages else 0
+            )
+        else:
+            self._tiers.manager.mark_ended(carriage.intent, good)
 
     def commit(self, intent: Intent) -> None:
         """Publish the agreed length; what lies beyond it goes back to being on HOST only.
@@ -275,10 +289,11 @@ class LoadBack:
         """
         self.num_commits += 1
         carriage = self._carriages[intent.serial]
-        agreed = self._cut(carriage.nodes, intent.agreed)
+        agreed = self._cut(carriage.nodes, _kv_pages(intent, intent.agreed))
         for node in carriage.nodes:
             if node in agreed:
                 pages = carriage.pages_of(node)
+                self._tiers.side.publish(carriage, node)
                 self._tiers.tree.place(node, Tier.DEVICE, Residency.COPYING, pages)
             else:
                 self._tiers.tree.place(node, Tier.DEVICE, Residency.ABSENT)
@@ -299,7 +314,7 @@ class LoadBack:
         """Unpin; what did not arrive everywhere is taken back, and what builds on it."""
         carriage = self._carriages.pop(intent.serial)
         tiers = self._tiers
-        good = intent.result if intent.state is State.DONE else 0
+        good = _kv_pages(intent, intent.result) if intent.state is State.DONE else 0
         arrived = self._cut(carriage.nodes, good) if good else []
         failed = [n for n in carriage.nodes if n.device.carriage is carriage and n not in arrived]
         if failed:
@@ -311,6 +326,8 @@ class LoadBack:
             tiers.tree.unpin(node, Tier.DEVICE)
             tiers.tree.unpin(node, Tier.HOST)
         tiers.pools[Tier.DEVICE].free(carriage.pages[good:])
+        if not good:
+            tiers.side.free_carriage(carriage)
 
     def clear(self, *, keeps_stock: bool) -> None:
         """The epoch is over: nothing of it is open, and who waits need not wait."""
@@ -319,6 +336,10 @@ class LoadBack:
         self._tickets.clear()
         self._waiting.clear()
         self._carriages.clear()
+
+    def held(self) -> list[Carriage]:
+        """Its open carriages, for the audit."""
+        return list(self._carriages.values())
 
     def held_pages(self) -> list[int]:
         """Device pages of this rank that open loads own."""
@@ -329,6 +350,11 @@ def _do_without(ticket: Ticket, why: str) -> None:
     """Nothing is loaded for this ticket itself; others may bring something for its path."""
     if not ticket.carriages:
         ticket.refuse(why)
+
+
+def _kv_pages(intent: Intent, num_pages: int) -> int:
+    """The KV pages among ``num_pages`` of a verdict or result: over several pools it is whole."""
+    return intent.need[Tier.DEVICE.value] if len(intent.need) > 1 and num_pages else num_pages
 
 
 def _undecided(carriage: Carriage) -> bool:

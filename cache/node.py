@@ -49,11 +49,21 @@ class Presence:
     are STUCK.
     """
 
-    __slots__ = ("carriage", "num_children", "num_stuck", "pages", "pins", "standing", "state")
+    __slots__ = (
+        "carriage",
+        "num_children",
+        "num_stuck",
+        "pages",
+        "pins",
+        "side",
+        "standing",
+        "state",
+    )
 
     def __init__(self) -> None:
         self.state = Residency.ABSENT
         self.pages: list[int] = []
+        self.side: dict[str, list[tuple[int, int]]] = {}  # see cache.side_pools
         self.pins = 0
         self.num_children = 0
         self.num_stuck = 0

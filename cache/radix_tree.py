@@ -17,6 +17,7 @@ import xxhash
 
 from cache.eviction import EvictionOrder, EvictionPolicy
 from cache.node import Node, Presence, Residency, Standing, Tier, Tokens
+from cache.side_pools import split_side
 from consensus.ballot import MASK62
 from consensus.errors import InternalError, Misuse
 
@@ -358,6 +359,8 @@ def _standing(presence: Presence) -> Standing:
 
 def _split_presence(lower: Presence, upper: Presence, num_pages: int) -> None:
     upper.state = lower.state
+    if lower.side:
+        upper.side, lower.side = split_side(lower.side, num_pages)
     upper.pages, lower.pages = lower.pages[:num_pages], lower.pages[num_pages:]
     upper.pins = lower.pins
     upper.num_children = int(lower.state is not Residency.ABSENT)

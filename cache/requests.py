@@ -30,7 +30,8 @@ class Request:
     """One live request. ``held`` is the deepest node of the path it pins on the device.
 
     ``private`` are its own device pages, in the order of the prompt, that follow the held path.
-    ``orphans`` are device pages that it held when an earlier epoch ended.
+    ``orphans`` are device pages that it held when an earlier epoch ended, ``side_orphans`` those
+    of side pools, by name.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class Request:
         "name",
         "orphans",
         "private",
+        "side_orphans",
         "prompt_pages",
         "why",
     )
@@ -50,6 +52,7 @@ class Request:
         self.held: Node | None = None
         self.private: list[int] = []
         self.orphans: list[int] = []
+        self.side_orphans: list[tuple[str, int]] = []
         self.prompt_pages = 0
         self.device_hit_pages = 0
         self.host_hit_pages = 0

@@ -13,6 +13,7 @@ from cache.copy_desk import CopyDesk
 from cache.node import Node, Residency, Tier
 from cache.page_pool import PagePool
 from cache.radix_tree import RadixTree
+from cache.side_pools import SidePools
 from consensus.manager import TransactionManager
 
 __all__ = ["Tiers"]
@@ -42,7 +43,9 @@ class Tiers:
         desk: CopyDesk,
         *,
         trims: bool,
+        side: SidePools | None = None,
     ) -> None:
+        self.side = side or SidePools([])
         self.tree = tree
         self.pools = pools
         self.manager = manager
@@ -59,18 +62,29 @@ class Tiers:
         free = self._balance(tier) + self._underway(tier)
         return max(0, free + self.tree.num_evictable[tier])
 
-    def make_room(self, tier: Tier, num_pages: int) -> bool:
-        """Evict until the ledger has ``num_pages`` of room.
+    def make_room(self, tier: Tier, num_pages: int, side: Mapping[str, int] | None = None) -> bool:
+        """Evict until the ledger has ``num_pages`` of room, and as many as ``side`` says.
 
         False: not now. :meth:`is_coming` tells whether it is worth waiting; where it is not, nobody
-        was evicted.
+        was evicted for KV pages.
         """
+        if side and not self._make_side_room(tier, side):
+            return False
         if self.room(tier) < num_pages:
             return False
         while (missing := num_pages - self._balance(tier)) > self._underway(tier):
             if self._evict_next(tier, missing - self._underway(tier)) == 0:
                 return False
         return self._balance(tier) >= num_pages
+
+    def _make_side_room(self, tier: Tier, side: Mapping[str, int]) -> bool:
+        manager = self.manager
+        if any(manager.ledger.usable(name) < needed for name, needed in side.items()):
+            return False
+        while any(manager.room(name) < needed for name, needed in side.items()):
+            if self._evict_next(tier, 1) == 0:
+                return False
+        return True
 
     def is_coming(self, tier: Tier, num_pages: int) -> bool:
         """Demotions that are under way will make so much room (write-back only)."""
@@ -124,6 +138,8 @@ class Tiers:
         self.tree.place(node, tier, Residency.ABSENT)
         if carriage is None:
             self.free(tier, pages)
+        if presence.side:
+            self.side.drop(presence, tier, self.manager.ledger, owned=carriage is None)
         self._hollow.append(node)
 
     def hollow(self, nodes: Sequence[Node]) -> None:

@@ -63,16 +63,19 @@ class WriteBack(Backup):
         """
         tiers = self._tiers
         num_pages = node.num_pages
-        if not tiers.make_room(Tier.HOST, num_pages):
+        carriage = Carriage(Tier.HOST, [node], None)
+        carriage.side_wanted = tiers.side.wanted([node], Tier.DEVICE)
+        side = tiers.side.need(carriage)
+        if not tiers.make_room(Tier.HOST, num_pages, side):
             self.num_no_room += 1
             tiers.manager.note("no room", Tier.HOST.value, node.node_id)
             self._delete(node)
             return True
-        intent = tiers.manager.open(self.kind, node.node_id, {Tier.HOST.value: num_pages}, self)
+        need = {Tier.HOST.value: num_pages, **side}
+        intent = tiers.manager.open(self.kind, node.node_id, need, self)
         if intent is None:
             tiers.tree.order[Tier.DEVICE].offer(node)
             return False
-        carriage = Carriage(Tier.HOST, [node], None)
         carriage.intent = intent
         self._carriages[intent.serial] = carriage
         carriage.attach()
@@ -92,9 +95,7 @@ class WriteBack(Backup):
     def commit(self, intent: Intent) -> None:
         """Published on HOST; the device page stays until the copy has ended on all ranks."""
         self.num_commits += 1
-        carriage = self._carriages[intent.serial]
-        for node in carriage.nodes:
-            self._tiers.tree.place(node, Tier.HOST, Residency.COPYING, carriage.pages_of(node))
+        self._publish(self._carriages[intent.serial])
 
     def abort(self, intent: Intent) -> None:
         """Some rank's host refused: the victim is deleted once no rank reads it any more."""
@@ -108,7 +109,7 @@ class WriteBack(Backup):
         """Moved, or deleted; a node that somebody has come to need meanwhile stays."""
         carriage = self._carriages.pop(intent.serial)
         tiers = self._tiers
-        self.num_underway -= intent.total
+        self.num_underway -= intent.need[Tier.HOST.value]
         is_moved = intent.state is State.DONE
         if not is_moved:
             for node in carriage.nodes:
@@ -122,7 +123,7 @@ class WriteBack(Backup):
             tiers.tree.unpin(node, Tier.DEVICE)
             tiers.tree.unpin(node, Tier.HOST)
         if not is_moved:
-            tiers.pools[Tier.HOST].free(carriage.pages)
+            self._free(carriage)
         for node in reversed(nodes):
             if tiers.tree.order[Tier.DEVICE].is_candidate(node):
                 tiers.num_evicted[Tier.DEVICE] += node.num_pages

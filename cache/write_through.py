@@ -109,12 +109,14 @@ class WriteThrough(Backup):
         tiers = self._tiers
         anchor = node.parent
         tiers.tree.pin_path(anchor, Tier.HOST)
+        carriage = Carriage(Tier.HOST, [node], anchor)
+        carriage.side_wanted = tiers.side.wanted([node], Tier.DEVICE)
+        side = tiers.side.need(carriage)
         intent: Intent | None = None
-        has_room = tiers.make_room(Tier.HOST, node.num_pages)
+        has_room = tiers.make_room(Tier.HOST, node.num_pages, side)
         if has_room:
-            intent = tiers.manager.open(
-                self.kind, node.node_id, {Tier.HOST.value: node.num_pages}, self, parents=parents
-            )
+            need = {Tier.HOST.value: node.num_pages, **side}
+            intent = tiers.manager.open(self.kind, node.node_id, need, self, parents=parents)
         if intent is None:
             tiers.tree.unpin_path(anchor, Tier.HOST)
             if has_room:
@@ -122,7 +124,6 @@ class WriteThrough(Backup):
             self.num_no_room += 1
             tiers.manager.note("no room", Tier.HOST.value, node.node_id)
             return True
-        carriage = Carriage(Tier.HOST, [node], anchor)
         carriage.intent = intent
         self._carriages[intent.serial] = carriage
         carriage.attach()
@@ -136,9 +137,7 @@ class WriteThrough(Backup):
     def commit(self, intent: Intent) -> None:
         """Publish on HOST; the pins stay until the copy has ended on all ranks."""
         self.num_commits += 1
-        carriage = self._carriages[intent.serial]
-        for node in carriage.nodes:
-            self._tiers.tree.place(node, Tier.HOST, Residency.COPYING, carriage.pages_of(node))
+        self._publish(self._carriages[intent.serial])
 
     def abort(self, intent: Intent) -> None:
         """No rank believes that the node is backed up."""
@@ -165,7 +164,7 @@ class WriteThrough(Backup):
             tiers.tree.unpin(node, Tier.DEVICE)
             tiers.tree.unpin(node, Tier.HOST)
         if intent.state is not State.DONE:
-            tiers.pools[Tier.HOST].free(carriage.pages)
+            self._free(carriage)
 
     def clear(self, *, keeps_stock: bool) -> None:
         """The epoch is over: nothing of it is open or queued any more."""

@@ -49,13 +49,21 @@ class Locator(Protocol):
         """It said that it pauses: others wait for it beyond their deadline. Quick."""
         ...
 
-    def last_seen(self, rank: int) -> LastSeen | None:
-        """Where it was last seen; may take a moment, to ask it for its stack."""
+    def last_seen(
+        self, ranks: Sequence[int], *, asks: bool = True
+    ) -> dict[int, LastSeen | None]:
+        """Where they were last seen (``None``: never); all at once, within about a second.
+
+        With ``asks`` those that can answer are asked for their stacks.
+        """
         ...
 
 
 class Closer:
-    """Carries one rank through the closing of one epoch. Poll it until it returns the seal."""
+    """Carries one rank through the closing of one epoch. Poll it until it returns the seal.
+
+    An epoch whose end was only observed can be closed again: in the next ``round``.
+    """
 
     def __init__(
         self,
@@ -66,19 +74,28 @@ class Closer:
         epoch: int,
         locator: Locator,
         policy: Policy | None = None,
+        round_number: int = 0,
     ) -> None:
         self.rank = rank
         self.epoch = epoch
+        self.round_number = round_number
         self._store = store
         self._ranks = tuple(ranks)
         self._locator = locator
         self._policy = policy or Policy()
+        self._look_at = 0.0
         self._give_up_at = 0.0
         self._report: Report | None = None
+        self._seen: dict[int, LastSeen | None] = {}
 
-    def is_closing(self) -> bool:
-        """Whether some rank has given up: everyone reports now, whatever it waits for."""
-        return self._store.get(self._key("closing")) is not None
+    def is_closing(self, step: int = 1 << 62) -> bool:
+        """Whether this rank, which waits for ``step``, shall report now.
+
+        Where others found a difference in a later ballot, this rank goes on: it will meet it too,
+        and at the same place of its loop as they, which is where a new epoch can begin.
+        """
+        mark = self._store.get(self._key("closing"))
+        return mark is not None and int(mark) <= step
 
     def claim_settled(self, step: int) -> bool:
         """A straggler wants to settle ``step``: True unless others have given it up already."""
@@ -89,16 +106,19 @@ class Closer:
         return self._claim(step, _GIVEN_UP) == _GIVEN_UP
 
     def _claim(self, step: int, value: bytes) -> bytes:
-        return self._store.compare_set(self._key(_LATE, step), None, value)
+        key = f"epoch/{self.epoch}/{_LATE}/{step}"
+        return self._store.compare_set(key, None, value)
 
     def file(self, report: Report, now_s: float, grace_s: float) -> None:
         """Publish this rank's report; wait at most ``grace_s`` for those of the others."""
         if self._report is not None:
             return
         self._report = report
+        self._look_at = now_s + grace_s / 4
         self._give_up_at = now_s + grace_s
         self._store.set(self._key("report", self.rank), msgspec.msgpack.encode(report))
-        self._store.set(self._key("closing"), b"1")
+        waits_for = report.at_step if report.cause == "mismatch" else 0
+        self._store.set(self._key("closing"), str(waits_for).encode())
 
     def poll(self, now_s: float) -> Seal | None:
         """The seal, once it stands; ``None``: others may still report, ask again."""
@@ -107,14 +127,27 @@ class Closer:
             reports = self._read_reports()
             missing = [rank for rank in self._ranks if rank not in reports]
             waiting = [rank for rank in missing if not self._locator.is_gone(rank)]
+            if waiting and self._is_looking(now_s):
+                self._seen = self._locator.last_seen(waiting)
             if waiting and now_s < self._give_up_at:
                 return None
-            seen = {rank: self._locator.last_seen(rank) for rank in missing}
+            unseen = [rank for rank in missing if rank not in self._seen]
+            self._seen |= self._locator.last_seen(unseen) if unseen else {}
+            seen = {rank: self._seen[rank] for rank in missing}
             seal = judge(reports, seen, epoch=self.epoch, policy=self._policy)
             standing = self._store.compare_set(
                 self._key("seal"), None, msgspec.msgpack.encode(seal)
             )
+            self._store.set(self._key("closing"), b"0")  # nobody waits for anything any more
         return msgspec.msgpack.decode(standing, type=Seal)
+
+    def _is_looking(self, now_s: float) -> bool:
+        """Looking for a rank takes a moment: do it while its report may still come.
+
+        Only where this rank has waited long enough already; otherwise others are just slower.
+        """
+        waited = self._report is not None and self._report.cause in ("waited", "late")
+        return waited and not self._seen and now_s >= self._look_at
 
     def incident(self, seal: Seal) -> Incident:
         """All that is known of the end of this epoch."""
@@ -130,7 +163,8 @@ class Closer:
         return reports
 
     def _key(self, *parts: object) -> str:
-        return "/".join(str(part) for part in ("epoch", self.epoch, *parts))
+        rounds = ("round", self.round_number) if self.round_number else ()
+        return "/".join(str(part) for part in ("epoch", self.epoch, *rounds, *parts))
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -160,7 +194,10 @@ def agree(introductions: Sequence[Introduction]) -> dict[str, int]:
 
 
 class Opener:
-    """Exchanges introductions through the store before an epoch begins. Poll it."""
+    """Exchanges introductions through the store before an epoch begins. Poll it.
+
+    Whether all came in time is written down by whoever knows first, and is so for every rank.
+    """
 
     def __init__(
         self,
@@ -183,22 +220,31 @@ class Opener:
     def poll(self, now_s: float) -> dict[int, Introduction] | None:
         """All introductions by rank, once all are there.
 
-        Raises :class:`RankStalled` naming who has not come in time.
+        Raises :class:`RankStalled` naming who has not come in time, the same on every rank.
         """
         for rank in self._ranks:
             data = None if rank in self._found else self._store.get(self._key(rank))
             if data is not None:
                 self._found[rank] = msgspec.msgpack.decode(data, type=Introduction)
         missing = [rank for rank in self._ranks if rank not in self._found]
-        if not missing:
-            return {rank: self._found[rank] for rank in self._ranks}
-        if now_s >= self._end_s:
+        if missing and now_s < self._end_s:
+            return None
+        absent = self._agree_on(missing)
+        if absent:
             raise RankStalled(
-                f"ranks {missing} have not introduced themselves within {self._timeout_s:g} s",
-                ranks=missing,
+                f"ranks {absent} have not introduced themselves within {self._timeout_s:g} s",
+                ranks=absent,
                 phase="start",
             )
-        return None
+        if missing:
+            return None  # they came at the last moment, others have seen them
+        return {rank: self._found[rank] for rank in self._ranks}
+
+    def _agree_on(self, missing: list[int]) -> list[int]:
+        """Who was missing, as the first rank wrote that had an opinion."""
+        mine = msgspec.msgpack.encode(missing)
+        stands = self._store.compare_set(f"{self._name}/absent", None, mine)
+        return msgspec.msgpack.decode(stands, type=list[int])
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/introduction/{rank}"

@@ -47,7 +47,7 @@ class Journal:
         self,
         rank: int,
         *,
-        tail_entries_max: int = 512,
+        tail_entries_max: int = 2048,
         path: Path | None = None,
     ) -> None:
         self.rank = rank
@@ -90,7 +90,7 @@ class Journal:
         self.count = 0
         self._tail.clear()
 
-    def tail(self, num_entries: int = 64) -> list[Entry]:
+    def tail(self, num_entries: int = 512) -> list[Entry]:
         """The last decisions, oldest first."""
         return list(self._tail)[-num_entries:]
 

@@ -14,6 +14,15 @@ __all__ = ["judge"]
 _RAISE = Policy()
 #: A difference in one of these leaves every rank at the same place of its loop.
 _RESETTABLE = ("fingerprint", "live")
+_PENDING_TOLD = 3
+_STATES = {
+    "beating": "its process lives, but its scheduler does not come",
+    "stopped": "its process is stopped (a signal, a debugger)",
+    "silent": "nothing is heard of its process any more",
+    "left": "it has left in good order",
+    "gone": "its process is gone",
+}
+_DIGESTS = ("schema", "fingerprint", "live")
 
 
 def judge(
@@ -40,6 +49,8 @@ def judge(
         error = _divergence(reports, missing, epoch)
     elif "broken" in causes:
         error = _broken(reports, epoch)
+    elif "stuck" in causes:
+        error = _stuck(reports, epoch)
     else:
         error = _stall(reports, missing, epoch)
     then = "raise" if missing else _then(error, reports, policy)
@@ -51,6 +62,8 @@ def _then(error: SealedError, reports: Mapping[int, Report], policy: Policy) -> 
     """A reset is no cure for a rank whose loop is at another place than the others'."""
     if error.kind != "Divergence" or error.field not in _RESETTABLE:
         return "raise"
+    if any(report.broken_rank == report.rank for report in reports.values()):
+        return "raise"  # its exception is for its engine to see
     if policy.kind == "observe":
         return "observe"
     if max(report.num_resets for report in reports.values()) >= policy.max_resets:
@@ -108,7 +121,7 @@ def _differ(
     named = sorted(values) if is_tied else minority
     ours, theirs = values[majority[0]], values[minority[0]]
     message = f"{_ranks(named)} {'differs' if len(named) == 1 else 'differ'} in {name}:"
-    message += f" {theirs} instead of {ours}"
+    message += f" {_shown(name, theirs)} instead of {_shown(name, ours)}"
     if is_tied:
         message += f"; {len(values)} ranks without a majority cannot tell who is right"
     story: list[str] = []
@@ -125,6 +138,11 @@ def _differ(
         ours=ours,
         theirs=theirs,
     )
+
+
+def _shown(name: str, value: int) -> str:
+    """A digest says nothing to a person but whether it is the same."""
+    return f"{value:016x}"[-8:] if name in _DIGESTS else str(value)
 
 
 def _vote(values: Mapping[int, int]) -> tuple[list[int], list[int]]:
@@ -146,13 +164,18 @@ def _first_difference(reports: Mapping[int, Report], ours: int, theirs: int) -> 
     if left is None and right is None:
         return ["the first difference is older than the journals that were kept"]
     story = ["first decision that differs:"]
+    first = left if left is not None else right
+    starts = [report.tail[0].index for report in reports.values() if report.tail]
+    if first is not None and first.index == max(starts) > 0:
+        story = ["first decision that differs, or that is still known:"]
     for rank, entry in ((ours, left), (theirs, right)):
         story.append(f"  rank {rank}: {entry if entry is not None else 'no such decision'}")
-    subjects = {value for entry in (left, right) if entry is not None for value in entry.values}
+    # Journal lines begin with what they are about; what follows are mostly numbers of pages.
+    subjects = {value for one in (left, right) if one is not None for value in one.values[:2]}
     earlier = [
         f"  {entry}"
         for entry in reports[ours].tail
-        if subjects & set(entry.values) and (left is None or entry.index < left.index)
+        if subjects & set(entry.values[:2]) and (first is None or entry.index < first.index)
     ]
     return story + (["what led there:", *earlier[-6:]] if earlier else [])
 
@@ -170,6 +193,26 @@ def _broken(reports: Mapping[int, Report], epoch: int) -> SealedError:
         ranks=(report.broken_rank,),
         epoch=epoch,
         step=report.at_step,
+    )
+
+
+def _stuck(reports: Mapping[int, Report], epoch: int) -> SealedError:
+    """Everyone agrees, and everyone waits: what for, and which ranks have not done their part."""
+    told = [report for report in reports.values() if report.cause == "stuck"]
+    first = min(told, key=lambda report: (report.at_step, report.rank))
+    story: list[str] = []
+    lacking: list[int] = []
+    for rank, report in sorted(reports.items()):
+        story += [f"rank {rank}: {line}" for line in report.pending[:_PENDING_TOLD]]
+        if report.pending and "not ended here" in report.pending[0]:
+            lacking.append(rank)
+    return SealedError(
+        kind="ProgressLost",
+        message=first.detail,
+        ranks=tuple(lacking),
+        epoch=epoch,
+        step=first.at_step,
+        story=tuple(story),
     )
 
 
@@ -227,7 +270,7 @@ def _late(reports: Mapping[int, Report], at_step: int) -> list[int]:
 def _last_seen(rank: int, seen: LastSeen | None) -> Sequence[str]:
     if seen is None:
         return [f"rank {rank} was never seen"]
-    state = "its process is gone" if seen.dead else "its process is there"
+    state = _STATES.get(seen.life, "its process is gone" if seen.dead else "its process is there")
     where = f"at step {seen.step}, {seen.phase}, for {seen.since_s:.1f} s"
     stack = [f"  {line}" for line in seen.stack.splitlines()]
     return [f"rank {rank} was last seen {where}; {state}", *stack]

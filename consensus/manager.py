@@ -310,6 +310,11 @@ class TransactionManager:
             raise Misuse("no ballot is in flight")
         return self._posted[-1].header
 
+    @property
+    def newest_num_slots(self) -> int:
+        """How many slots the ballot posted last has in use."""
+        return self._posted[-1].num_slots if self._posted else 0
+
     def read(self, reduced: Vector) -> Verdict:
         """The verdict in the reduced oldest ballot; nothing is applied."""
         return tally(self.schema, reduced, self._posted[0].num_slots if self._posted else None)
@@ -437,6 +442,11 @@ class TransactionManager:
     def open_intents(self) -> tuple[Intent, ...]:
         """Everything that holds a slot, in the order of opening."""
         return tuple(self._open.values())
+
+    @property
+    def oldest_open(self) -> Intent | None:
+        """The open intent that was opened first."""
+        return next(iter(self._open.values()), None)
 
     @property
     def is_idle(self) -> bool:

@@ -16,13 +16,15 @@ from typing import Self
 from consensus.epoch import Introduction, LastSeen, Locator, Opener, agree
 from consensus.errors import StoreSilent
 from consensus.group import GlooGroup, Group
-from consensus.step import PAUSED
+from consensus.patience import PAUSED, StepLimits
 from consensus.store import NamedStore, Store, TcpStore
-from consensus.watch import Life, Watch
+from consensus.watch import Life, Position, Watch
 
 __all__ = ["Membership", "WatchLocator", "introduce", "versions"]
 
 _POLL_S = 0.02
+#: A heartbeat that stood still for so long will not come back in time for a report.
+_BEATS_TO_GIVE_UP = 20
 
 
 def versions() -> dict[str, str]:
@@ -57,11 +59,14 @@ class WatchLocator:
         self._stack_timeout_s = stack_timeout_s
 
     def is_gone(self, rank: int) -> bool:
-        """Whether its process has ended, as far as this machine can see."""
+        """Whether its process has ended, or nothing was heard of it for long (another machine)."""
         try:
-            return self._watch.judge([rank], within_s=0.0)[rank].life is Life.GONE
+            sighting = self._watch.judge([rank], within_s=0.0)[rank]
         except StoreSilent:
             return False
+        unheard_s = _BEATS_TO_GIVE_UP * self._watch.interval_s
+        is_silent = sighting.life is Life.SILENT and sighting.unseen_s >= unheard_s
+        return is_silent or sighting.life is Life.GONE
 
     def is_paused(self, rank: int) -> bool:
         """Whether it said that it pauses."""
@@ -71,19 +76,32 @@ class WatchLocator:
             return False
         return at is not None and at.phase.startswith(PAUSED)
 
-    def last_seen(self, rank: int) -> LastSeen | None:
-        """Its last position, and its stack if it can still answer."""
+    def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
+        """Their last positions, and the stacks of those that can still answer."""
         try:
-            sighting = self._watch.judge([rank])[rank]
-            at = sighting.position
-            if at is None:
-                return None
-            dead = sighting.life is Life.GONE
-            stacks = {} if dead else self._watch.stacks([rank], self._stack_timeout_s)
-            since_s = at.since_s + sighting.unseen_s
-            return LastSeen(at.step, at.phase, since_s, dead=dead, stack=stacks.get(rank, ""))
+            if not asks:
+                found = self._watch.positions(ranks)
+                return {rank: _seen(at, at.since_s) if at else None for rank, at in found.items()}
+            sightings = self._watch.judge(ranks)
+            beating = [rank for rank in ranks if sightings[rank].life is Life.BEATING]
+            stacks = self._watch.stacks(beating, self._stack_timeout_s) if beating else {}
         except StoreSilent:
-            return None
+            return dict.fromkeys(ranks)
+        seen: dict[int, LastSeen | None] = dict.fromkeys(ranks)
+        for rank, sighting in sightings.items():
+            at = sighting.position
+            if at is not None:
+                stack = stacks.get(rank, "")
+                seen[rank] = _seen(at, at.since_s + sighting.unseen_s, sighting.life, stack)
+        return seen
+
+
+def _seen(
+    at: Position, since_s: float, life: Life = Life.BEATING, stack: str = ""
+) -> LastSeen:
+    return LastSeen(
+        at.step, at.phase, since_s, dead=life is Life.GONE, life=life.value, stack=stack
+    )
 
 
 class Membership:
@@ -209,13 +227,13 @@ def _form(
     deadline_s: float,
     form_timeout_s: float,
 ) -> GlooGroup:
-    # The group must outlive a step's deadline: closing an epoch is our business, not gloo's.
+    # The group must outlive deadlines and pauses: closing an epoch is our business, not gloo's.
     return GlooGroup.form(
         store.raw(),
         f"{name}/group/{epoch}",
         ranks,
         rank,
         width,
-        group_timeout_s=4 * deadline_s + 10.0,
+        group_timeout_s=StepLimits().pause_s + 4 * deadline_s + 10.0,
         form_timeout_s=form_timeout_s,
     )

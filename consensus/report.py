@@ -7,7 +7,14 @@ from typing import Any
 import msgspec
 
 from consensus.ballot import Header
-from consensus.errors import Divergence, KvpactError, PeerError, PeerLost, RankStalled
+from consensus.errors import (
+    Divergence,
+    KvpactError,
+    PeerError,
+    PeerLost,
+    ProgressLost,
+    RankStalled,
+)
 from consensus.journal import Entry
 
 __all__ = ["Closing", "Incident", "LastSeen", "Policy", "Report", "Seal", "SealedError"]
@@ -32,13 +39,14 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class LastSeen(msgspec.Struct, frozen=True):
-    """Where a rank was last seen, out of band."""
+    """Where a rank was last seen, out of band. ``life`` says how its process is, where known."""
 
     step: int
     phase: str
     since_s: float
     dead: bool = False
     stack: str = ""
+    life: str = ""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -46,7 +54,9 @@ class Report(msgspec.Struct, frozen=True):
 
     ``cause``: ``mismatch`` (it saw headers differ at ballot ``at_step``), ``waited`` (its deadline
     passed), ``late`` (it came after others had given up), ``lost`` (the transport broke),
-    ``broken`` (a rank said so), ``asked`` (others are closing).
+    ``broken`` (a rank said so), ``stuck`` (something outlived its bound), ``asked`` (others are
+    closing). ``broken_rank`` is the rank that said so, or this one, where an exception cut short
+    what it did; ``pending`` are its oldest open intents, as lines.
 
     ``held`` are the last verdicts it settled. ``live`` gives the pages of each live request and
     ``kept`` a digest of the device tier: what a new epoch may carry over.
@@ -65,6 +75,8 @@ class Report(msgspec.Struct, frozen=True):
     live: dict[str, int] = {}
     kept: int = 0
     pools: dict[str, dict[str, int]] = {}
+    pending: list[str] = []
+    phase: str = ""
     waited_s: float = 0.0
     num_resets: int = 0
 
@@ -108,6 +120,8 @@ class SealedError(msgspec.Struct, frozen=True):
                 )
             case "PeerLost":
                 return PeerLost(self.message, **where)
+            case "ProgressLost":
+                return ProgressLost(self.message, **where)
             case _:
                 return PeerError(self.message, **where)
 

@@ -23,25 +23,28 @@ import numpy as np
 
 from consensus.ballot import Header, Status, Vector, Verdict
 from consensus.epoch import Locator
-from consensus.errors import (
-    KvpactError,
-    Misuse,
-    PeerError,
-    PeerLeft,
-    PeerLost,
-    RankStalled,
-    StoreSilent,
-)
+from consensus.errors import KvpactError, Misuse, PeerError, PeerLeft, PeerLost, StoreSilent
 from consensus.group import Group, Work
 from consensus.manager import TransactionManager
 from consensus.participant import Outcome
+from consensus.patience import PAUSED, Patience, StepLimits
+from consensus.progress import Progress, Waits
 from consensus.report import Policy, Seal
 from consensus.store import Store
-from consensus.succession import Carrier, StepLimits, Succession
+from consensus.succession import Carrier, Succession
 
-__all__ = ["PAUSED", "Beacon", "Carrier", "StepLimits", "Stepper"]
+__all__ = ["PAUSED", "Beacon", "Carrier", "InFlight", "StepLimits", "Stepper"]
 
 _log = logging.getLogger("kvpact")
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """A ballot that was posted and is not settled yet."""
+
+    epoch: int
+    header: Header
+    num_slots: int
+    work: Work
 
 
 class Beacon(Protocol):
@@ -56,6 +59,7 @@ class Stage(enum.Enum):
     """What the stepper does next."""
 
     IDLE = "idle"
+    BEGUN = "entering a step"
     AWAIT_LAGGED = "waiting for the verdict of an earlier step"
     POST = "preparing its ballot"
     AWAIT = "waiting for the verdict"
@@ -66,8 +70,6 @@ class Stage(enum.Enum):
 
 
 _HEADERS_KEPT = 8
-#: How the phase of a rank begins that pauses.
-PAUSED = "paused"
 
 #: Header fields that differ on a rank merely because an exception cut its preparation short.
 _CUT_SHORT = ("", "fingerprint", "live")
@@ -79,7 +81,7 @@ class Stepper:
     ``prepare`` plans and reserves (it may raise: the rank then still posts, as broken, and all
     ranks raise the same error). ``settled`` gets the outcomes of each settled ballot. ``live``
     digests the live requests. ``locator`` tells where other ranks are. ``regroup(epoch)`` forms the
-    group of a new epoch; without it the policy is to raise.
+    group of a new epoch; without it the policy is to raise. ``waits`` names what waits in line.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Stepper:
         policy: Policy | None = None,
         regroup: Callable[[int], Group] | None = None,
         beacon: Beacon | None = None,
+        waits: Waits | None = None,
     ) -> None:
         self.manager = manager
         self.group = group
@@ -105,11 +108,13 @@ class Stepper:
         self.num_steps = 0
         self.num_collectives = 0
         self.waited_s = 0.0
+        self.in_flight: tuple[InFlight, ...] = ()  # replaced, never changed: any thread may look
         self._prepare = prepare
         self._on_settled = settled
         self._live = live
         self._beacon = beacon
-        self._locator = locator
+        self._patience = Patience(group.rank, group.ranks, limits, locator)
+        self._progress = Progress(manager, bound_s=limits.progress_s, waits=waits)
         self.succession = Succession(
             manager,
             group,
@@ -122,7 +127,7 @@ class Stepper:
         )
         self._is_observing = False
         self._is_leaving = False
-        self._works: deque[tuple[int, Work]] = deque()  # with the epoch in which each was posted
+        self._works: deque[InFlight] = deque()
         self._headers: dict[int, Header] = {}
         self._held: dict[int, Vector] = {}
         self._posted_at: dict[int, float] = {}
@@ -130,10 +135,6 @@ class Stepper:
         self._iteration = 0
         self._outcomes: list[Outcome] = []
         self._started = group.now()
-        self._waiting_since = 0.0
-        self._looked_at = 0.0
-        self._warned = False
-        self._extended = False
         self._paused_s = 0.0
         self._closing_from = Stage.IDLE
         self._cause: Exception | None = None
@@ -151,49 +152,54 @@ class Stepper:
         """Enter the step of the scheduler's ``iteration``. Raises :class:`Misuse` inside one."""
         if self.error is not None:
             raise self.error
-        if self._stage is Stage.CLOSING:
-            return  # attend() has found that the others end this epoch; poll() raises their error
-        if self._stage is not Stage.IDLE:
+        # Between steps, attend() may have found that the others end this epoch: then this step
+        # begins when that is done.
+        is_ending = self._stage in (Stage.CLOSING, Stage.OPENING)
+        if (self._closing_from if is_ending else self._stage) is not Stage.IDLE:
             raise Misuse("step() was entered again before it had returned")
         if iteration < 0:
             raise Misuse(f"the scheduler's iteration must not be negative, got {iteration}")
         self._iteration = iteration
         self._outcomes = []
         self.num_steps += 1
-        if self.manager.lag and len(self._works) >= self.manager.lag:
-            self._await(Stage.AWAIT_LAGGED)
+        if is_ending:
+            self._closing_from = Stage.BEGUN
         else:
-            self._enter(Stage.POST)
+            self._start()
 
     def poll(self) -> list[Outcome] | None:
         """Go on as far as possible; the outcomes once the step is over, ``None`` before."""
         try:
             return self._go_on()
-        except StoreSilent as error:
-            # Nobody can be asked any more how this epoch ends.
-            self._end(error)
-            raise
-        except (RankStalled, PeerLost) as error:
-            if self._stage is Stage.OPENING:
+        except KvpactError as error:
+            # Without the store nobody can be asked any more how this epoch ends, and without a
+            # new group there is no new one.
+            if isinstance(error, StoreSilent) or self._stage is Stage.OPENING:
                 self._end(error)
             raise
 
     def _go_on(self) -> list[Outcome] | None:
-        if self._stage is Stage.AWAIT_LAGGED and self._settled():
-            self._enter(Stage.POST)
-        if self._stage is Stage.POST:
-            self._post()
-        if self._stage is Stage.AWAIT and self._settled():
-            self._enter(Stage.DONE)
-        if self._stage is Stage.CLOSING:
-            self._close()
-        if self._stage is Stage.OPENING:
-            self._open()
-        if self._stage is Stage.POST:
-            self._post()
-        if self._stage is Stage.DONE:
-            self._enter(Stage.IDLE)
-            return self._outcomes
+        before: Stage | None = None
+        while self._stage is not before:
+            before = self._stage
+            match before:
+                case Stage.BEGUN:
+                    self._start()
+                case Stage.AWAIT_LAGGED if self._settled():
+                    self._enter(Stage.POST)
+                case Stage.POST:
+                    self._post()
+                case Stage.AWAIT if self._settled():
+                    self._enter(Stage.DONE)
+                case Stage.CLOSING:
+                    self._close()
+                case Stage.OPENING:
+                    self._open()
+                case Stage.DONE:
+                    self._enter(Stage.IDLE)
+                    return self._outcomes
+                case _:
+                    pass  # it waits, or it is over
         if self.error is not None:
             raise self.error
         return None
@@ -204,15 +210,17 @@ class Stepper:
             time.sleep(0.005)
             return
         try:
-            self._works[0][1].wait(self.limits.slice_s)
+            self._works[0].work.wait(self.limits.slice_s)
         except PeerLost:
             return  # poll meets it again and closes the epoch
 
     def attend(self) -> None:
         """Between steps: hear whether the others end this epoch; raise the error once it stands."""
-        if self._stage is Stage.IDLE and self._are_others_closing():
-            self._give_up("asked", self.manager.settled_step + 1)
-        if self._stage is Stage.CLOSING:
+        step, now, closer = self.manager.settled_step + 1, self.group.now(), self.succession.closer
+        if self._stage is Stage.IDLE and self._patience.are_others_closing(step, now, closer):
+            self._patience.begin(now)
+            self._give_up("asked", step)
+        if self._stage in (Stage.CLOSING, Stage.OPENING):
             self.poll()
         if self.error is not None:
             raise self.error
@@ -267,54 +275,73 @@ class Stepper:
             self._beacon.at(manager.epoch, manager.step, stage.value, self.num_collectives)
 
     def _await(self, stage: Stage) -> None:
-        self._waiting_since = self._looked_at = self.group.now()
-        self._warned = self._extended = False
+        self._patience.begin(self.group.now())
         self._enter(stage)
+
+    def _start(self) -> None:
+        if self.manager.lag and len(self._works) >= self.manager.lag:
+            self._await(Stage.AWAIT_LAGGED)
+        else:
+            self._enter(Stage.POST)
 
     def _post(self) -> None:
         """Post the ballot, whatever happens before: a rank that keeps silent stalls all others."""
         manager = self.manager
-        try:
-            self._prepare()
-            healthy = Status.LEAVING if self._is_leaving else Status.HEALTHY
-            vector = self._ballot(healthy, self._live())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
-            self._cause = self._cause or error
-            vector = self._ballot(Status.BROKEN, 0)
+        vector = self._ballot()
         posted = manager.step
         self._posted_at[posted] = self.group.now()
         self._posted_at.pop(posted - manager.lag - 2, None)
         self._headers[posted] = manager.newest_header
         self._headers.pop(posted - manager.lag - _HEADERS_KEPT, None)
         self.num_collectives += 1
-        self._works.append((manager.epoch, self.group.min(vector)))
+        work = self.group.min(vector)
+        self._works.append(
+            InFlight(manager.epoch, manager.newest_header, manager.newest_num_slots, work)
+        )
+        self.in_flight = tuple(self._works)
         if manager.lag:
             self._enter(Stage.DONE)
         else:
             self._await(Stage.AWAIT)
 
-    def _ballot(self, status: Status, live: int) -> Vector:
+    def _ballot(self) -> Vector:
         now_ms = int((self.group.now() - self._started - self._paused_s) * 1000)
-        return self.manager.post(self._iteration, live=live, now_ms=now_ms, status=status)
+        if self._cause is None:
+            try:
+                self._prepare()
+                return self.manager.post(
+                    self._iteration,
+                    live=self._live(),
+                    now_ms=now_ms,
+                    status=Status.LEAVING if self._is_leaving else Status.HEALTHY,
+                )
+            except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
+                self._cause = error
+        return self.manager.post(self._iteration, now_ms=now_ms, status=Status.BROKEN)
 
     def _settled(self) -> bool:
         """Settle the oldest ballot if its verdict is there; start closing where that cannot be."""
-        step = self.manager.settled_step + 1
         now = self.group.now()
-        posted_in, work = self._works[0]
+        oldest = self._works[0]
+        is_old = oldest.epoch != self.manager.epoch
+        # Of an epoch that was ended by an agreed call all ballots were posted: nobody is late.
+        step = 0 if is_old else self.manager.settled_step + 1
         try:
-            done = work.done()
+            done = oldest.work.done()
         except PeerLost as error:
             self._give_up("lost", step, detail=error.message)
             return False
         if not done:
-            self._look_around(step, now)
+            if why := self._patience.look_around(step, now, self.succession.closer):
+                self._give_up(why, step)
             return False
-        self.waited_s += now - self._waiting_since
-        if posted_in != self.manager.epoch:
-            self._works.popleft()
-            return True
-        reduced = work.result()
+        self.waited_s += self._patience.waited_s(now)
+        if not is_old:
+            return self._settle(step, now, oldest.work.result())
+        self._pop_work()
+        return True
+
+    def _settle(self, step: int, now: float, reduced: Vector) -> bool:
         verdict = self.manager.read(reduced)
         if verdict.status is Status.BROKEN and verdict.mismatch in _CUT_SHORT:
             self._give_up("broken", step, broken_rank=verdict.status_rank)
@@ -325,14 +352,21 @@ class Stepper:
         if self._is_late(step, now) and not self.succession.closer.claim_settled(step):
             self._give_up("late", step)
             return False
-        self._works.popleft()
+        self._pop_work()
         try:
             self._apply(step, reduced, verdict)
         except Exception as error:  # noqa: BLE001 - the peers must hear of it, and they do not yet
             self._cause = self._cause or error
             self._give_up("broken", self.manager.settled_step + 1, broken_rank=self.group.rank)
             return False
+        if stuck := self._progress.overdue():
+            self._give_up("stuck", step, detail=stuck)
+            return False
         return True
+
+    def _pop_work(self) -> None:
+        self._works.popleft()
+        self.in_flight = tuple(self._works)
 
     def _apply(self, step: int, reduced: Vector, verdict: Verdict) -> None:
         self._held[step] = reduced
@@ -356,50 +390,9 @@ class Stepper:
         before = self._posted_at.get(step - 1)
         return before is None or now - before >= 0.9 * self.limits.deadline_s
 
-    def _are_others_closing(self) -> bool:
-        self._looked_at = now = self.group.now()
-        try:
-            return self.succession.closer.is_closing()
-        except StoreSilent:
-            # Not needed as long as all ranks come. Each try may last, so the next one is far off.
-            self._looked_at = now + self.limits.deadline_s / 4
-            return False
-
-    def _look_around(self, step: int, now: float) -> None:
-        if now - self._looked_at >= self.limits.slice_s and self._are_others_closing():
-            self._give_up("asked", step)
-            return
-        waited_s = now - self._waiting_since
-        if waited_s >= self.limits.warn_s and not self._warned:
-            self._warned = True
-            self._warn(step, waited_s)
-        if waited_s < self.limits.deadline_s * (2 if self._extended else 1):
-            return
-        if waited_s < self.limits.pause_s and any(map(self._locator.is_paused, self._others)):
-            return
-        if not self._extended and not self.succession.closer.claim_given_up(step):
-            # A straggler has settled this step: its verdict is on the way to this rank too.
-            self._extended = True
-            return
-        self._give_up("waited", step)
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in self.group.ranks if rank != self.group.rank]
-
-    def _warn(self, step: int, waited_s: float) -> None:
-        """Say early whom this rank waits for; nothing follows from it."""
-        for rank in self._others:
-            seen = self._locator.last_seen(rank)
-            if seen is None or seen.step < step:
-                at = "never seen" if seen is None else f"{seen.phase} of step {seen.step}"
-                _log.warning(
-                    "rank %d waits for rank %d in step %d for %.1f s: %s",
-                    self.group.rank, rank, step, waited_s, at,
-                )  # fmt: skip
-
     def _give_up(self, cause: str, step: int, *, broken_rank: int = -1, detail: str = "") -> None:
-        if broken_rank == self.group.rank and self._cause is not None:
+        if self._cause is not None and broken_rank in (-1, self.group.rank):
+            broken_rank = self.group.rank
             detail = f"{type(self._cause).__name__}: {self._cause}"
         self._closing_from = self._stage
         self.succession.file(
@@ -407,9 +400,10 @@ class Stepper:
             step,
             headers=self._headers,
             held=self._held,
-            waited_s=self.group.now() - self._waiting_since,
+            waited_s=self._patience.waited_s(self.group.now()),
             broken_rank=broken_rank,
             detail=detail,
+            phase=self._stage.value,
         )
         self._enter(Stage.CLOSING)
 
@@ -422,17 +416,21 @@ class Stepper:
         if seal.then == "observe":
             _log.error("observed, not acted upon: %s", error)
             self._is_observing = True
-            self._enter(self._closing_from)
+            self.succession.look_on()
+            self._await(self._closing_from)
             return
         try:
             self._settle_through(seal)
+            if seal.then != "raise" and self._cause is None:
+                self.succession.drop(seal)
+        except StoreSilent:
+            raise
         except Exception as cause:  # noqa: BLE001 - the error that all ranks raise comes first
             self._cause = self._cause or cause
         if seal.then == "raise" or self._cause is not None:
             error.__cause__ = self._cause
             self._end(error)
             raise error
-        self.succession.drop(seal)
         self._enter(Stage.OPENING)
 
     def _open(self) -> None:
@@ -441,15 +439,17 @@ class Stepper:
             return
         self.group = group
         self._works.clear()
+        self.in_flight = ()
         self._forget_epoch()
         # A rank that had not posted in this step does so now: one collective a step, as ever.
-        lagged = self._closing_from is Stage.AWAIT_LAGGED
-        self._enter(Stage.POST if lagged else Stage.DONE)
+        resume = {Stage.AWAIT_LAGGED: Stage.BEGUN, Stage.AWAIT: Stage.DONE}
+        self._enter(resume.get(self._closing_from, self._closing_from))
 
     def _forget_epoch(self) -> None:
         self._headers.clear()
         self._held.clear()
         self._posted_at.clear()
+        self._progress.restart()
         self._started = self.group.now()
         self._paused_s = 0.0
 

@@ -11,39 +11,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from consensus.ballot import Header, Vector
 from consensus.epoch import Closer, Introduction, Locator, Opener, agree
 from consensus.errors import Misuse, StoreSilent
 from consensus.group import Group
 from consensus.manager import TransactionManager
+from consensus.patience import StepLimits
+from consensus.progress import describe
 from consensus.report import Incident, Policy, Report, Seal
 from consensus.store import Store
 
-__all__ = ["Carrier", "StepLimits", "Succession"]
+__all__ = ["Carrier", "Succession"]
 
 _log = logging.getLogger("kvpact")
-
-
-class StepLimits(msgspec.Struct, frozen=True):
-    """Bounds of one step, in seconds.
-
-    A rank that waits says so after ``warn_s``, gives up after ``deadline_s`` and then waits
-    ``grace_s`` for what the others know. While it waits it looks every ``slice_s`` whether others
-    have given up. It waits up to ``pause_s`` for a rank that has said that it pauses.
-    """
-
-    warn_s: float = 10.0
-    deadline_s: float = 30.0
-    grace_s: float = 0.5
-    slice_s: float = 0.1
-    pause_s: float = 3600.0
-
-    def __post_init__(self) -> None:
-        for name in ("warn_s", "deadline_s", "grace_s", "slice_s", "pause_s"):
-            if not getattr(self, name) > 0:
-                raise Misuse(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class Carrier(Protocol):
@@ -120,6 +100,7 @@ class Succession:
         waited_s: float,
         broken_rank: int,
         detail: str,
+        phase: str,
     ) -> None:
         """This rank gives up at ``at_step``: report it to the others."""
         manager, now = self._manager, self._group.now()
@@ -142,6 +123,8 @@ class Succession:
             live=self._carrier.live(),
             kept=self._carrier.kept(),
             pools=self._carrier.pools(),
+            pending=describe(manager),
+            phase=phase,
             waited_s=waited_s,
             num_resets=len(self._resets_at),
         )
@@ -163,8 +146,8 @@ class Succession:
     def drop(self, seal: Seal) -> None:
         """Drop what was decided in this epoch, then meet the others for the next one."""
         _log.error("all ranks %s: %s", seal.then, seal.error.build())
-        self._group.close()
         self._carrier.drop(seal)
+        self._group.close()
         self._opener = Opener(
             self._store,
             f"epoch/{self._manager.epoch + 1}",
@@ -191,12 +174,16 @@ class Succession:
         self._resets_at.append(self._group.now())
         return self._group
 
+    def look_on(self) -> None:
+        """The end of this epoch was only observed: it goes on, and may end again."""
+        self.closer = self._new_closer(self.closer.round_number + 1)
+
     def restart(self, usable: dict[str, int]) -> None:
         """Begin the next epoch with ``usable`` pages on every rank."""
         self._carrier.restart(self._manager.epoch + 1, usable)
         self.closer = self._new_closer()
 
-    def _new_closer(self) -> Closer:
+    def _new_closer(self, round_number: int = 0) -> Closer:
         return Closer(
             store=self._store,
             rank=self._group.rank,
@@ -204,4 +191,5 @@ class Succession:
             epoch=self._manager.epoch,
             locator=self._locator,
             policy=self._policy,
+            round_number=round_number,
         )

@@ -325,6 +325,8 @@ class Agent:
             seen["storage"] = {text: size * self._stored_pages(text) for text in entry.storage}
         if entry.free is not None:
             pools = {pool.name: pool for pool in self.cache.tiers.pools.values()}
+            for side in self.rank.side:
+                pools |= {pool.name: pool for pool in side.pools.values()}
             seen["free"] = {name: pools[name].num_free for name in entry.free}
         if entry.pinned is not None:
             pinned = self.cache.tree.num_pinned

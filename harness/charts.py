@@ -50,11 +50,14 @@ def line_chart(
         for x in [min(WIDTH, mark.at_s / span_s * WIDTH)]
     ]
     for line in lines:
-        if not line.points:
+        points = line.points
+        if not points:
             continue
+        if len(points) == 1:  # a run too short for a line: as wide as the chart
+            points = [(0.0, points[0][1]), (span_s, points[0][1])]
         path = " ".join(
             f"{x / span_s * WIDTH:.1f},{HEIGHT - min(y, most) / most * HEIGHT:.1f}"
-            for x, y in line.points
+            for x, y in points
         )
         faint = " faint" if line.is_faint else ""
         drawn.append(

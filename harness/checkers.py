@@ -34,6 +34,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     tree: int
 
 
+_AGREED = tuple(name for name in Snapshot.__struct_fields__ if name != "rank")
+
+
 def snapshot(cache: HierarchicalCache, *, walk: bool = True) -> Snapshot:
     """The agreed state of one rank; ``walk`` includes a digest of the whole tree."""
     manager = cache.manager
@@ -70,13 +73,11 @@ def compare(snapshots: Iterable[Snapshot]) -> list[str]:
     found: list[str] = []
     for snap in sorted(snapshots, key=lambda one: (one.epoch, one.step, one.rank)):
         other = first.setdefault((snap.epoch, snap.step), snap)
-        for field in msgspec.structs.fields(Snapshot):
-            if field.name == "rank":
-                continue
-            ours, theirs = getattr(other, field.name), getattr(snap, field.name)
+        for name in _AGREED:
+            ours, theirs = getattr(other, name), getattr(snap, name)
             if ours != theirs:
                 found.append(
-                    f"after step {snap.step} of epoch {snap.epoch}: {field.name} is {ours} on rank"
+                    f"after step {snap.step} of epoch {snap.epoch}: {name} is {ours} on rank"
                     f" {other.rank} and {theirs} on rank {snap.rank}"
                 )
     return found

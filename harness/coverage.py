@@ -16,7 +16,7 @@ from consensus.errors import BadInput
 from consensus.journal import Journal, Value
 from consensus.participant import Intent, Outcome, OutcomeKind
 from consensus.transaction import State
-from harness.chaos import Plan
+from harness.chaos import FaultLine, Plan
 
 __all__ = ["POINTS", "Coverage", "CoveringJournal", "check_names", "missing"]
 
@@ -66,9 +66,13 @@ def check_names(plan: Plan, path: str) -> None:
 
 
 def missing(
-    plan: Plan, num_ranks: int, covered: Mapping[str, int], struck: Mapping[str, int]
+    plan: Plan,
+    num_ranks: int,
+    num_steps: int,
+    covered: Mapping[str, int],
+    struck: Mapping[str, int],
 ) -> list[str]:
-    """What the plan should have led to and did not, as lines."""
+    """What the plan should have led to within ``num_steps`` and did not, as lines."""
     found = [f"{name}: asked for by the plan" for name in plan.cover if not covered.get(name)]
     for fault, (name, least) in _IMPLIED.items():
         if struck.get(fault, 0) >= least and not covered.get(name):
@@ -82,10 +86,14 @@ def missing(
     refused = sum(struck.get(fault, 0) for fault in {line.name for line in lone})
     if refused >= 5 and not covered.get(name):
         found.append(f"{name}: reservations were refused {refused} times on some ranks only")
-    for fault in sorted({line.name for line in plan.fault}):
-        if not struck.get(fault):
-            found.append(f"{fault}: planned, and never struck")
+    due = {line.name for line in plan.fault if _is_due(line, num_steps)}
+    found += [f"{name}: planned, and never struck" for name in sorted(due) if not struck.get(name)]
     return found
+
+
+def _is_due(line: FaultLine, num_steps: int) -> bool:
+    """Whether it should have struck by then; a copy or reservation must also have come by."""
+    return line.at_step is not None or 3 * (line.every_steps or 100) <= num_steps
 
 
 class CoveringJournal(Journal):

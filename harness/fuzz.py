@@ -104,7 +104,7 @@ def _place(error: BaseException) -> str:
 
 def signature(failure: str) -> str:
     """What kind of failure a line is: the line without numbers and names."""
-    return re.sub(r"\d+|0x[0-9a-f]+", "#", failure.split("; the journal before it")[0])
+    return re.sub(r"\d+|0x[0-9a-f]+", "#", failure.partition("; the journal before it")[0])
 
 
 def small_scenario(seed: int, *, liveness: bool = False, runs_max: int = 1500) -> Scenario:
@@ -122,7 +122,7 @@ def small_scenario(seed: int, *, liveness: bool = False, runs_max: int = 1500) -
     small = tidy if fails(tidy) else small
     failure = _run(small, order)[2][0]
     about = f"Found by kvpact fuzz --seed {seed} --worlds 1{' --liveness' * liveness}. It said: "
-    about += failure.split("; the journal before it")[0]
+    about += failure.partition("; the journal before it")[0]
     about += f". Run it with --seed {order}." if order else ""
     return msgspec.structs.replace(small, name=f"fuzz {seed}", about=about)
 

@@ -59,7 +59,7 @@ class LiveView:
             self._live.update(self._table(), refresh=True)
         elif now_s - self._shown_s >= LINE_EVERY_S:
             self._shown_s = now_s
-            self._console.print(self._line(), markup=False, highlight=False)
+            self._console.print(self._line(), markup=False, highlight=False, soft_wrap=True)
 
     def _progress(self) -> str:
         config, gather = self._gather.config, self._gather

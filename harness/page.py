@@ -134,7 +134,7 @@ def _journals(report: SoakReport) -> str:
         if differing
         else "<p>The decisions are the same on all ranks: the last of them.</p>"
     )
-    return _section("Journals, aligned", lead + _table(f"<tr>{head}</tr>", rows))
+    return _section("Journals, aligned", lead + _table(f"<tr>{head}</tr>", rows, "journal"))
 
 
 def _bare(line: str) -> str:
@@ -179,8 +179,8 @@ def _timelines(report: SoakReport) -> str:
         line_chart("Step time, longest", "ms", lines("", _step_max_ms), marks),
         line_chart(f"Wait for others, a step{stages}", "ms", lines("", _wait_ms), marks),
         line_chart("Hit rate", "% of pages", hits, marks, top=100),
-        line_chart("Device pages charged", "pages", lines("", _device), marks, top=pages[0]),
-        line_chart("Host pages charged", "pages", lines("", _host), marks, top=pages[1]),
+        line_chart("Device pages in use", "pages", lines("", _device), marks, top=pages[0]),
+        line_chart("Host pages in use", "pages", lines("", _host), marks, top=pages[1]),
         line_chart("Open intents", "slots", lines("", _open), marks),
         line_chart("Requests that wait", "requests", lines("", _waiting), marks),
     ]
@@ -188,7 +188,11 @@ def _timelines(report: SoakReport) -> str:
     return f'{note}<div class="charts">{"".join(charts)}</div>'
 
 
-class _Value(msgspec.Struct):
+def _hit_percent(bucket: Bucket) -> float:
+    return 100 * bucket.hit_pages / bucket.pages
+
+
+class _Value(msgspec.Struct, frozen=True):
     """What a chart shows of a bucket."""
 
     numerator: str
@@ -230,7 +234,14 @@ def _row(cells: Sequence[object], tone: str = "") -> str:
 
 
 def _head(*names: str) -> str:
-    return f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in names)}</tr>"
+    """Names that begin with ``>`` stand over numbers."""
+    cells = "".join(
+        f'<th class="num">{escape(name[1:])}</th>'
+        if name.startswith(">")
+        else f"<th>{escape(name)}</th>"
+        for name in names
+    )
+    return f"<tr>{cells}</tr>"
 
 
 def _faults(report: SoakReport) -> str:
@@ -247,7 +258,9 @@ def _faults(report: SoakReport) -> str:
         rows.append(
             _row((row.name, row.planned, struck, where or row.skipped, seen, recovered), tone)
         )
-    head = _head("fault", "planned", "struck", "where", "seen as (agreed, all causes)", "recovered")
+    head = _head(
+        "fault", "planned", ">struck", "where", "seen as (agreed, all causes)", "recovered"
+    )
     return _table(head, rows)
 
 
@@ -259,7 +272,7 @@ def _latency(report: SoakReport) -> str:
     for rank in report.ranks:
         rows.append(cells(f"rank {rank.rank}, step", rank.step_ms))
         rows.append(cells(f"rank {rank.rank}, wait", rank.wait_ms))
-    return _table(_head("milliseconds", "p50", "p99", "p99.9", "max"), rows)
+    return _table(_head("milliseconds", ">p50", ">p99", ">p99.9", ">max"), rows)
 
 
 def _points(report: SoakReport) -> str:
@@ -270,11 +283,11 @@ def _points(report: SoakReport) -> str:
         )
         for row in sorted(report.points, key=lambda row: (not row.is_missing, -row.times))
     ]
-    return _table(_head("point", "times", "", "what it is"), rows)
+    return _table(_head("point", ">times", "", "what it is"), rows)
 
 
 def _counts(report: SoakReport) -> str:
-    return _table(_head("what", "times"), [_row(pair) for pair in report.counts.items()])
+    return _table(_head("what", ">times"), [_row(pair) for pair in report.counts.items()])
 
 
 def _resources(report: SoakReport) -> str:
@@ -313,9 +326,10 @@ def _resources(report: SoakReport) -> str:
 
 def _ranks(report: SoakReport) -> str:
     rows = [
-        _row((r.rank, r.stage, r.host, r.pid, r.steps, r.drain_steps, r.how)) for r in report.ranks
+        _row((r.rank, r.stage, r.host, str(r.pid), r.steps, r.drain_steps, r.how))
+        for r in report.ranks
     ]
-    head = _head("rank", "stage", "host", "pid", "steps", "steps to drain", "ended")
+    head = _head(">rank", ">stage", "host", "pid", ">steps", ">steps to drain", "ended")
     details: list[str] = []
     for rank in report.ranks:
         for name, text in (("stack", rank.stack), ("traceback", rank.traceback)):

@@ -45,9 +45,9 @@ def _node(cache: HierarchicalCache, node: Node) -> list[str]:
         is_doomed = intent is not None and _is_doomed(intent)
         if not is_doomed and over < min(presence.state, Residency.COPYING):
             found.append(f"{node!r} is in {tier.value}, but above it {above!r} is not")
-    if node.device.state is Residency.ABSENT and node.host.state is Residency.ABSENT:
-        if not node.children:
-            found.append(f"{node!r} is a leaf in no tier")
+    is_nowhere = all(node.at(tier).state is Residency.ABSENT for tier in Tier)
+    if is_nowhere and not node.children:
+        found.append(f"{node!r} is a leaf in no tier")
     return found
 
 

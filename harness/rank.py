@@ -11,6 +11,7 @@ from cache.hierarchical_cache import HierarchicalCache
 from cache.mover import Mover, PlanPart
 from cache.node import Node, Tier
 from cache.page_pool import PagePool
+from cache.side_pools import SidePool, SideSpec
 from cache.storage import Identity, PageKeys, Workers
 from cache.storage_desk import StorageDesk
 from cache.tensors import KVTensors
@@ -45,6 +46,7 @@ class Rank:
         plan_part: PlanPart | None = None,
         device: str = "cpu",
         workers: Workers | None = None,
+        side_pools: Mapping[str, Mapping[Tier, PagePool]] | None = None,
     ) -> None:
         self.tensors = make_tensors(config, device)
         self.mover = make_mover(self.tensors[Tier.DEVICE], self.tensors[Tier.HOST], plan_part)
@@ -53,6 +55,10 @@ class Rank:
         if workers is not None:
             keys = PageKeys(identity_of(config, group.rank, group.size))
             desk = StorageDesk(workers, keys, pools[Tier.HOST], self.tensors[Tier.HOST])
+        self.side = [
+            self._side_pool(config, spec, (side_pools or {})[spec.name], make_mover)
+            for spec in config.side_pools
+        ]
         self.cache = HierarchicalCache(
             config,
             group=group,
@@ -65,7 +71,20 @@ class Rank:
             beacon=beacon,
             regroup=regroup,
             storage=desk,
+            side=self.side,
         )
+
+    def _side_pool(
+        self,
+        config: CacheConfig,
+        spec: SideSpec,
+        pools: Mapping[Tier, PagePool],
+        make_mover: MakeMover,
+    ) -> SidePool:
+        """A side pool has one small page of its own bytes per KV page that needs one."""
+        device, host = config.side_pages[spec.name]
+        tensors = [KVTensors(config.kv_shape, number, 1) for number in (device, host)]
+        return SidePool(spec, pools, make_mover(tensors[0], tensors[1], None))
 
     def heal(self) -> None:
         """What a fault withheld ends at the next step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -168,7 +169,15 @@ def _check_paths(trace: str, journal: str | None, json_out: str | None) -> None:
 
 def check_output(flag: str, path: str) -> None:
     """Raise BadInput where a file could not be written at ``path`` later."""
-    if Path(path).is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir it takes any name
         raise BadInput(f"{flag}: {path} is a directory; expected a file to write")
     if not Path(path).absolute().parent.is_dir():
         raise BadInput(f"{flag}: {path}: its parent directory does not exist")
+    target = Path(path)
+    try:
+        existed = target.exists()
+        target.open("ab").close()
+    except OSError as error:
+        raise BadInput(f"{flag}: {path} cannot be written: {error.strerror}") from None
+    if not existed:
+        target.unlink(missing_ok=True)

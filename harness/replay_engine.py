@@ -67,7 +67,7 @@ class Engine:
     """Replays ``requests`` on one rank. ``after_step`` is called after each step with its result.
 
     A request that finds no pages gives back what it has and tries again; the oldest goes first, so
-    somebody always gets on. Raises :class:`InternalError` where loaded bytes are not the right ones.
+    somebody always gets on. Raises :class:`InternalError` where loaded bytes are not right.
     """
 
     def __init__(

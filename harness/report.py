@@ -167,7 +167,9 @@ def build_report(
         steps_per_s=round(steps / loop_s, 1) if loop_s else 0.0,
         requests=first.counts.get("requests finished", 0),
         hit_rate=round(gather.hit_rate(), 4),
-        collectives_per_step=round(counts.get("collectives", 0) / max(1, steps), 3),
+        collectives_per_step=round(
+            counts.get("collectives", 0) / max(1, counts.get("ballots posted", 0)), 3
+        ),
         compared_steps=gather.num_compared,
         compared_trees=gather.num_walks,
         dropped_snapshots=sum(view.num_dropped for view in gather.views),

@@ -12,6 +12,7 @@ from rich.console import Console
 from cache.config import CacheConfig
 from cache.hierarchical_cache import schema_of
 from cache.node import Tier
+from cache.side_pools import SideSpec
 from cache.storage import BackendBase, DeferredWorkers, Workers, open_backend
 from cache.tensors import KVShape
 from cache.transfer import DeferredMover
@@ -46,7 +47,9 @@ class Result(msgspec.Struct):
 def unsupported(scenario: Scenario) -> str:
     """Why this version cannot run ``scenario`` yet; empty: it can."""
     world = scenario.world
-    needs = {"side pools": bool(world.side_pools)}
+    needs = {
+        "side pools in buffer-only mode": bool(world.side_pools) and world.mode == "buffer_only"
+    }
     return ", ".join(need for need, needed in needs.items() if needed)
 
 
@@ -69,6 +72,13 @@ def world_config(world: World, rank: int) -> CacheConfig:
         grace_s=min(0.5, world.deadline_s / 2),
         policy=world.policy,
         mode=world.mode,
+        side_pools=tuple(
+            SideSpec(side.name, side.need, -(-(side.window or 0) // world.page_size))
+            for side in world.side_pools
+        ),
+        side_pages={
+            side.name: (side.device_pages[rank], side.host_pages[rank]) for side in world.side_pools
+        },
         events_max=1 << 20,
     )
 
@@ -83,6 +93,19 @@ def make_pools(world: World, rank: int, board: FaultBoard) -> dict[Tier, FaultyP
     }
 
 
+def make_side_pools(
+    world: World, rank: int, board: FaultBoard
+) -> dict[str, dict[Tier, FaultyPool]]:
+    """The side pools of one rank, with the seam for refusals."""
+    return {
+        side.name: {
+            Tier.DEVICE: FaultyPool(f"{side.name}.device", side.device_pages[rank], board),
+            Tier.HOST: FaultyPool(f"{side.name}.host", side.host_pages[rank], board),
+        }
+        for side in world.side_pools
+    }
+
+
 def open_storage(world: World, config: CacheConfig, rank: int, directory: str) -> BackendBase:
     """The storage backend of one rank of a scenario's world."""
     identity = identity_of(config, rank, world.num_ranks)
@@ -93,7 +116,11 @@ def open_storage(world: World, config: CacheConfig, rank: int, directory: str) -
 
 def agreed_pages(world: World) -> dict[str, int]:
     """Pages per pool that all ranks have."""
-    return {"device": min(world.device_pages), "host": min(world.host_pages)}
+    agreed = {"device": min(world.device_pages), "host": min(world.host_pages)}
+    for side in world.side_pools:
+        agreed[f"{side.name}.device"] = min(side.device_pages)
+        agreed[f"{side.name}.host"] = min(side.host_pages)
+    return agreed
 
 
 def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) -> Result:
@@ -150,6 +177,7 @@ def _sim_agent(
         regroup=lambda epoch: SimGroup(net, rank, epoch),
         plan_part=board.plan_part,
         workers=workers,
+        side_pools=make_side_pools(scenario.world, rank, board),
     )
     return Agent(
         scenario,

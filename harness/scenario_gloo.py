@@ -20,7 +20,14 @@ from harness.child import RankContext
 from harness.faults import FaultBoard
 from harness.launch import Launch
 from harness.rank import Rank
-from harness.scenario import Result, judge, make_pools, open_storage, world_config
+from harness.scenario import (
+    Result,
+    judge,
+    make_pools,
+    make_side_pools,
+    open_storage,
+    world_config,
+)
 from harness.scenario_model import Fault, Scenario
 
 __all__ = ["GlooRanks", "run_gloo", "run_rank", "serve"]
@@ -133,6 +140,7 @@ def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
         regroup=membership.regroup,
         plan_part=board.plan_part,
         workers=workers,
+        side_pools=make_side_pools(world, context.rank, board),
     )
 
     def settle_copies() -> None:

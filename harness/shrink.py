@@ -231,8 +231,8 @@ def _simpler(entry: Do, page_size: int) -> Iterator[dict[str, Any]]:
 
 
 def _shorter(tokens: Ranges, page_size: int) -> Iterator[Ranges]:
-    if len(tokens) > 1:
-        yield tokens[:-1]
-    start, stop = tokens[-1]
+    *before, (start, stop) = tokens
+    if before:
+        yield tuple(before)
     if stop - start > page_size:
-        yield (*tokens[:-1], (start, stop - page_size))
+        yield (*before, (start, stop - page_size))

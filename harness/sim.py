@@ -110,8 +110,11 @@ class SimNet:
         """Whether it said that it pauses."""
         return rank in self._places and self._places[rank][1].startswith(PAUSED)
 
-    def last_seen(self, rank: int) -> LastSeen | None:
-        """Where it was last."""
+    def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
+        """Where they were last."""
+        return {rank: self._last_seen(rank) for rank in ranks}
+
+    def _last_seen(self, rank: int) -> LastSeen | None:
         if rank not in self._places:
             return None
         step, phase, since = self._places[rank]

@@ -231,5 +231,5 @@ def run(words: Sequence[str]) -> int:
     except Misuse:
         raise
     except KvpactError as error:
-        print(f"kvpact: {type(error).__name__}: {error.message}", file=sys.stderr)
+        sys.stderr.write(f"kvpact: {type(error).__name__}: {error.message}\n")
         return HARNESS_ERROR

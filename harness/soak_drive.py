@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -24,11 +24,12 @@ from harness.soak_config import SoakConfig
 from harness.soak_feed import Update
 from harness.verdict import Conclusion, conclude
 
-__all__ = ["Options", "Ranks", "drive", "finish"]
+__all__ = ["Options", "Ranks", "drive", "finish", "say"]
 
 POLL_S: Final = 0.25
 #: Once one rank has ended in any other way than the rest, the others have so long.
 GRACE_S: Final = 15.0
+SAME_S: Final = 1.5
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,33 +119,41 @@ def finish(
         write_json(report, folder / "report.json")
         write_page(report, folder / "report.html")
     for name, value in summary(report).items():
-        console.print(f"{name}: {value}", markup=False, highlight=False)
+        say(console, f"{name}: {value}")
     for line in report.why[:10]:
-        console.print(f"  {line}", markup=False, highlight=False)
+        say(console, f"  {line}")
     for story in {rank.story for rank in report.ranks if rank.story}:
         for line in story[:20]:
-            console.print(f"    {line}", markup=False, highlight=False)
+            say(console, f"    {line}")
     if report.detection_s is not None:
-        console.print(f"named after: {report.detection_s:.2f} s", markup=False, highlight=False)
+        say(console, f"named after: {report.detection_s:.2f} s")
     if gather.config.unsafe_no_votes and report.verdict == "divergence":
-        console.print("the control works: with votes ignored, this soak ends in divergence")
+        say(console, "the control works: with votes ignored, this soak ends in divergence")
     elif report.is_expected and report.status:
-        console.print("this end was planned")
+        say(console, "this end was planned")
     if options.out is not None:
-        console.print(f"report: {options.out}/report.html", markup=False, highlight=False)
+        say(console, f"report: {options.out}/report.html")
     ending = " (stopped early)" if report.is_stopped else ""
-    console.print(f"verdict: {report.verdict}{ending}", markup=False, highlight=False)
+    say(console, f"verdict: {report.verdict}{ending}")
     return report
 
 
+def say(console: Console, text: str) -> None:
+    """One line as it stands, however long."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], int]]:
+def _interrupts() -> Generator[Callable[[], int]]:
     """Counts SIGINT and SIGTERM instead of dying of them; the count, as a callable."""
-    count = 0
+    count, last_s = 0, -SAME_S
 
     def note(number: int, frame: object) -> None:
-        nonlocal count
-        count += 1
+        nonlocal count, last_s
+        # A terminal and a launcher may both pass the same one on.
+        if time.monotonic() - last_s >= SAME_S:
+            count += 1
+        last_s = time.monotonic()
 
     before: dict[signal.Signals, object] = {}
     try:

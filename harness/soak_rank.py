@@ -21,7 +21,7 @@ from cache.node import Node, Tier
 from cache.page_pool import PagePool
 from cache.tensors import KVTensors
 from consensus.errors import KvpactError
-from consensus.group import Group, NcclGroup
+from consensus.group import Group, NcclGroup, open_tcp_store
 from consensus.membership import Membership
 from consensus.store import Store
 from harness.checkers import snapshot
@@ -157,9 +157,9 @@ class SoakLoop:
         bucket.pages += pages - self._seen[0]
         bucket.hit_pages += hits - self._seen[1]
         self._seen = (pages, hits)
-        ledger = cache.manager.ledger
-        bucket.device_used = ledger.charged(Tier.DEVICE.value)
-        bucket.host_used = ledger.charged(Tier.HOST.value)
+        device, host = (cache.tiers.pools[tier] for tier in (Tier.DEVICE, Tier.HOST))
+        bucket.device_used = device.num_pages - device.num_free
+        bucket.host_used = host.num_pages - host.num_free
         bucket.num_open = len(cache.manager.open_intents)
         bucket.num_waiting = engine.num_waiting
 
@@ -189,6 +189,7 @@ class SoakLoop:
             "pages hit on device": totals.device_hits,
             "pages hit on host": totals.host_hits,
             "collectives": self.rank.cache.stepper.num_collectives,
+            "ballots posted": self.rank.cache.manager.step,
         }
 
     # -- the end ---------------------------------------------------------------------------------
@@ -358,7 +359,7 @@ def _group(
     group: Group = membership.group
     if config.backend == "nccl":
         group = NcclGroup.form(
-            membership.store.raw(),
+            open_tcp_store(host, port, config.deadline_s),
             "soak/nccl",
             range(config.num_ranks),
             group.rank,

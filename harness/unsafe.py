@@ -20,7 +20,7 @@ Vector = NDArray[np.int64]
 class OwnVotes:
     """A :class:`consensus.group.Group` that puts this rank's own slots into every result.
 
-    ``first_slot`` is where the slots begin in a ballot (:attr:`consensus.ballot.Schema.first_slot`).
+    ``first_slot``: where the slots begin in a ballot (:attr:`consensus.ballot.Schema.first_slot`).
     """
 
     def __init__(self, group: Group, first_slot: int) -> None:

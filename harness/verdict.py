@@ -64,14 +64,20 @@ def conclude(gather: Gather, *, is_stopped: bool, trouble: str = "") -> Conclusi
         verdict, why = _slow(gather)
     if verdict is Verdict.PASS and not is_stopped:
         config = gather.config
-        lacking = missing(config.plan, config.num_ranks, gather.covered(), gather.struck_in_all())
+        lacking = missing(
+            config.plan,
+            config.num_ranks,
+            gather.step,
+            gather.covered(),
+            gather.struck_in_all(),
+        )
         lacking = [line for line in lacking if line.partition(":")[0] not in gather.skipped]
         if lacking:
             verdict, why = Verdict.NOT_COVERED, lacking
-    if gather.config.unsafe_no_votes and verdict in (Verdict.PASS, Verdict.NOT_COVERED):
-        if not is_stopped:
-            verdict = Verdict.HARNESS_ERROR
-            why = ["votes were ignored and no rank diverged: this soak cannot find anything"]
+    is_clean = verdict in (Verdict.PASS, Verdict.NOT_COVERED)
+    if gather.config.unsafe_no_votes and is_clean and not is_stopped:
+        verdict = Verdict.HARNESS_ERROR
+        why = ["votes were ignored and no rank diverged: this soak cannot find anything"]
     raised = [view.end for view in gather.views if view.end and view.end.how == "raised"]
     named = sorted({rank for end in raised for rank in end.ranks})
     return Conclusion(
@@ -162,9 +168,9 @@ def _is_expected(gather: Gather, verdict: Verdict, named: list[int]) -> bool:
 def _stopped_too_long(gather: Gather) -> set[int]:
     found: set[int] = set()
     for line in gather.config.plan.fault:
-        if line.name in ("process stop", "scheduler slow"):
-            if (line.seconds or 0) >= gather.config.deadline_s:
-                found |= set(gather.struck.get(line.name, {}))
+        is_pause = line.name in ("process stop", "scheduler slow")
+        if is_pause and (line.seconds or 0) >= gather.config.deadline_s:
+            found |= set(gather.struck.get(line.name, {}))
     return found
 
 

@@ -24,8 +24,8 @@ from consensus.errors import KvpactError
 from consensus.journal import Journal
 from consensus.store import MemoryStore
 from harness.checkers import Snapshot, compare, snapshot
-from harness.promises import broken_promises
 from harness.faults import FaultBoard, FaultyPool
+from harness.promises import broken_promises
 from harness.rank import Rank
 from harness.scenario_model import Fault
 from harness.sim import SimBeacon, SimClock, SimGroup, SimNet
@@ -246,7 +246,10 @@ class World:
     def metrics(self) -> dict[str, int]:
         """Counters, the same on all ranks but for the copies submitted."""
         first = self.caches[0].metrics()
-        return {**first, "writes_submitted": max(c.metrics()["writes_submitted"] for c in self.caches)}
+        return {
+            **first,
+            "writes_submitted": max(c.metrics()["writes_submitted"] for c in self.caches),
+        }
 
     def free_pages(self, tier: Tier) -> list[int]:
         """Physically free pages of each rank."""

@@ -61,7 +61,7 @@ def test_one_call_makes_a_cache_that_works(port: int, tmp_path: Path) -> None:
         assert cache.peek(TOKENS) == {"device": 3, "host": 3, "usable": 3}
         (leaf,), _ = cache.tree.walk(TOKENS)
         assert cache.tensors(Tier.HOST).k[0, leaf.host.pages[0] * 4, 0, 0] == 7.0
-        assert cache.pages("b") == row if cache.match_prefix(TOKENS, request="b") else False
+        assert cache.match_prefix(TOKENS, request="b").pages == cache.pages("b") == row
         cache.check_integrity()
         assert kvpact_threads() == {"kvpact-copies", "kvpact-watch 0"}
 

@@ -317,8 +317,8 @@ class Places:
     def is_paused(self, rank: int) -> bool:
         return False
 
-    def last_seen(self, rank: int) -> LastSeen | None:
-        return seen(dead=rank in self.gone)
+    def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
+        return {rank: seen(dead=rank in self.gone) for rank in ranks}
 
 
 def closers(size: int, store: MemoryStore, places: Places | None = None) -> list[Closer]:

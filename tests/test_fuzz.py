@@ -57,9 +57,9 @@ def test_one_seed_is_one_run_byte_for_byte(tmp_path: Path) -> None:
     said: list[str] = []
     for hash_seed in ("1", "2"):
         folder = tmp_path / hash_seed
+        command = [sys.executable, "-m", "harness.cli", "fuzz", "--worlds", "12", "--seed", "7"]
         done = subprocess.run(
-            [sys.executable, "-m", "harness.cli", "fuzz", "--worlds", "12", "--seed", "7"]
-            + ["--journal", str(folder)],
+            [*command, "--journal", str(folder), "--out", str(tmp_path)],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,
@@ -76,10 +76,13 @@ def test_one_seed_is_one_run_byte_for_byte(tmp_path: Path) -> None:
         assert (tmp_path / "1" / path).read_bytes() == (tmp_path / "2" / path).read_bytes()
 
 
-def test_several_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_processes_find_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     digests: list[str] = []
     for jobs in ("1", "2"):
-        assert main(["fuzz", "--worlds", "10", "--seed", "90", "--jobs", jobs]) == 0
+        flags = ["--worlds", "10", "--seed", "90", "--out", str(tmp_path)]
+        assert main(["fuzz", *flags, "--jobs", jobs]) == 0
         found = re.search(r"digest (\w+)", capsys.readouterr().out)
         assert found is not None
         digests.append(found[1])
@@ -87,7 +90,7 @@ def test_several_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("flags", "word"),
+    "flags, word",
     [
         (["--worlds", "0"], "--worlds"),
         (["--minutes", "0"], "--minutes"),

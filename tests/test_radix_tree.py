@@ -64,7 +64,9 @@ class Twin(RuleBasedStateMachine):
     def of(self, node: Node) -> list[Page]:
         """The twin's pages of a node that is in the tree."""
         start = sum(above.num_pages for above in node.path()[:-1])
-        text = "".join(chr(n.tokens[i * PAGE_SIZE]) for n in node.path() for i in range(n.num_pages))
+        text = "".join(
+            chr(n.tokens[i * PAGE_SIZE]) for n in node.path() for i in range(n.num_pages)
+        )
         return [self.pages[node.namespace, text[:end]] for end in range(start + 1, len(text) + 1)]
 
     def below(self, page: Page) -> Iterable[Page]:
@@ -247,7 +249,9 @@ class Twin(RuleBasedStateMachine):
                 if page.state[tier] and (page.state[tier] is not RESIDENT or page.pins[tier])
             ]
             blocked = {
-                (page.key[0], page.key[1][:end]) for page in stays for end in range(len(page.key[1]) + 1)
+                (page.key[0], page.key[1][:end])
+                for page in stays
+                for end in range(len(page.key[1]) + 1)
             }
             may_go = [
                 page

@@ -6,7 +6,7 @@ Time is virtual: every rank is polled in turn, the clock moves by :data:`TICK_S`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,10 @@ class Net:
     def is_paused(self, rank: int) -> bool:
         return False
 
-    def last_seen(self, rank: int) -> LastSeen | None:
+    def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
+        return {rank: self._last_seen(rank) for rank in ranks}
+
+    def _last_seen(self, rank: int) -> LastSeen | None:
         if rank not in self.places:
             return None
         step, phase, since = self.places[rank]

@@ -72,8 +72,9 @@ def test_a_chain_of_a_thousand_nodes_is_taken_back() -> None:
     world = World(1, device_pages=length, host_pages=length)
     text = "".join(chr(ord("A") + index) for index in range(length))
     world.store(text)
+    node = world.node(text)
     for _ in range(length - 1):
-        world.caches[0].tree.split(world.node(text), 1)
+        world.caches[0].tree.split(node, 1)
     assert world.peek(text)["host"] == length
     assert len(world.node(text).path()) == length
     retract_host(world, text[:1])
