@@ -6,8 +6,8 @@ of their own: pools that refuse, a mover with faults, a group that is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,6 +18,9 @@ from cache.hierarchical_cache import HierarchicalCache, config_facts, schema_of
 from cache.mover import Mover
 from cache.node import Tier
 from cache.page_pool import PagePool
+from cache.side_pools import SidePool
+from cache.storage import BackendBase, Identity, PageKeys, StorageWorkers
+from cache.storage_desk import StorageDesk
 from cache.tensors import KVTensors
 from cache.transfer import CpuMover
 from consensus.journal import Journal
@@ -37,6 +40,9 @@ def join_cache(
     ranks: Sequence[int],
     device: torch.device | str = "cpu",
     forward_stream: torch.cuda.Stream | None = None,
+    open_storage: Callable[[Identity], BackendBase] | None = None,
+    model: str = "",
+    side: Sequence[SidePool] = (),
     journal_path: Path | None = None,
     start_timeout_s: float = 60.0,
     leave_timeout_s: float = 5.0,
@@ -48,42 +54,59 @@ def join_cache(
     the host tier is page-locked and copies wait for ``forward_stream``, by default the stream that
     is current on the calling thread. The journal is written to ``journal_path`` where one is given.
 
-    The cache owns all of it: ``close()`` (or leaving its ``with`` block) waits at most
+    With ``open_storage`` there is a storage tier: it is called with whose pages they are (``model``
+    names the weights) and returns a backend, e.g. by :func:`cache.storage.open_backend`. ``side``
+    are the pools of ``config.side_pools``, over tensors of the engine's.
+
+    The cache owns all else: ``close()`` (or leaving its ``with`` block) waits at most
     ``leave_timeout_s`` for the other ranks, so that none loses a verdict that is under way.
 
     Raises :class:`Misuse` where ranks are configured differently, :class:`RankStalled` or
     :class:`PeerLost` where one does not come within ``start_timeout_s``, :class:`StoreSilent`
-    without a store, :class:`ResourceError` where the memory cannot be had. Nothing is left behind.
+    without a store, :class:`ResourceError` where the memory cannot be had, :class:`BadInput` where
+    the storage cannot be used. Nothing is left behind.
     """
     require_one_origin()
-    # What can fail on this rank alone comes before the others hear of it.
-    tensors = make_tensors(config, device)
-    mover = make_mover(tensors[Tier.DEVICE], tensors[Tier.HOST], forward_stream)
-    journal = Journal(rank, path=journal_path)
-    membership: Membership | None = None
-    try:
+    with ExitStack() as parts:
+        # What can fail on this rank alone comes before the others hear of it.
+        tensors = make_tensors(config, device)
+        mover = make_mover(tensors[Tier.DEVICE], tensors[Tier.HOST], forward_stream)
+        parts.callback(mover.close)
+        journal = Journal(rank, path=journal_path)
+        parts.callback(journal.close)
+        pools = make_pools(config)
+        storage: StorageDesk | None = None
+        if open_storage is not None:
+            identity = _identity(config, model, ranks.index(rank), len(ranks))
+            backend = open_storage(identity)
+            parts.callback(backend.close)
+            workers = StorageWorkers(backend)
+            parts.callback(workers.close)
+            storage = StorageDesk(workers, PageKeys(identity), pools[Tier.HOST], tensors[Tier.HOST])
         membership = join_replica(
             config, host, port, name=name, rank=rank, ranks=ranks, start_timeout_s=start_timeout_s
         )
-        return HierarchicalCache(
+        parts.callback(membership.close)
+        closing = ExitStack()
+        cache = HierarchicalCache(
             config,
             group=membership.group,
             store=membership.store,
-            pools=make_pools(config),
+            pools=pools,
             mover=mover,
             usable=membership.usable,
             journal=journal,
             locator=membership.locator,
             beacon=membership.watch,
             regroup=membership.regroup,
-            on_close=partial(membership.leave, leave_timeout_s),
+            on_close=closing.close,
+            storage=storage,
+            side=side,
         )
-    except BaseException:
-        if membership is not None:
-            membership.close()
-        mover.close()
-        journal.close()
-        raise
+        closing.enter_context(parts.pop_all())
+        closing.callback(membership.leave, leave_timeout_s)
+        membership.watch_over(cache.stepper)
+        return cache
 
 
 def join_replica(
@@ -147,3 +170,15 @@ def make_mover(
 
 def _num_pages(config: CacheConfig) -> dict[Tier, int]:
     return {Tier.DEVICE: config.device_pages, Tier.HOST: config.host_pages}
+
+
+def _identity(config: CacheConfig, model: str, place: int, num_ranks: int) -> Identity:
+    """Whose pages the storage holds: nothing of another model, layout or rank fits."""
+    shape = config.kv_shape
+    return Identity(
+        model=model,
+        layout=f"{shape.layers}x{shape.heads}x{shape.dim} {shape.dtype}",
+        page_size=config.page_size,
+        rank=place,
+        tp=num_ranks,
+    )

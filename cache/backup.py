@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from cache.carriage import Carriage
 from cache.insertion import Insertion
 from cache.mover import Direction
-from cache.node import Node, Residency, Tier
+from cache.node import Carriage, Node, Residency, Tier
 from cache.tiers import Tiers
 from consensus.participant import Intent
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import deque
 
 from cache.backup import Backup
-from cache.carriage import Carriage
 from cache.insertion import Insertion
-from cache.node import Node, Residency, Tier
+from cache.node import Carriage, Node, Residency, Tier
 from cache.storage_tier import StorageTier
 from cache.tiers import Tiers
 from consensus.participant import Intent

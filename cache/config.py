@@ -6,11 +6,22 @@ from typing import Literal
 
 import msgspec
 
-from cache.tensors import KVShape
+from cache.node import STORAGE, Tier
 from cache.side_pools import SideSpec
+from cache.tensors import KVShape
+from consensus.ballot import Schema
 from consensus.errors import Misuse
 
-__all__ = ["CacheConfig"]
+__all__ = ["CacheConfig", "config_facts", "schema_of"]
+
+
+_POSITIVE = (
+    "copy_timeout_s",
+    "warn_s",
+    "deadline_s",
+    "grace_s",
+    "reset_window_s",
+)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +44,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``evicts_whole_nodes``: an eviction takes whole nodes instead of trimming the last one.
     ``load_back_minimum_pages``: shorter load-backs are not worth it, their tokens are recomputed.
     ``verifies_copies``: compare the bytes of each copy at its end; what differs counts as failed.
+    ``progress_timeout_s`` (agreed clock): what is open or waits in line for longer ends the epoch
+    on all ranks with ``ProgressLost``; 0 means ten times ``copy_timeout_s``, at least 300 s.
     ``integrity_every_steps``: how often a step ends with a full self-check (0: never).
     """
 
@@ -62,6 +75,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     warn_s: float = 10.0
     deadline_s: float = 30.0
     grace_s: float = 0.5
+    progress_timeout_s: float = 0.0
     policy: Literal["raise", "reset", "detach", "observe"] = "raise"
     max_resets: int = 3
     reset_window_s: float = 600.0
@@ -90,10 +104,33 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.side_pools and self.mode == "buffer_only":
             raise Misuse("side pools are not staged: mode buffer_only cannot have any")
         self._require("max_resets", self.max_resets, 0)
-        for name in ("copy_timeout_s", "warn_s", "deadline_s", "grace_s", "reset_window_s"):
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise Misuse(f"{name} must be positive, got {getattr(self, name)}")
+
+        if self.progress_timeout_s and not self.progress_timeout_s > self.copy_timeout_s:
+            raise Misuse(
+                f"progress_timeout_s must exceed copy_timeout_s ({self.copy_timeout_s:g} s),"
+                f" got {self.progress_timeout_s:g}"
+            )
 
     def _require(self, name: str, value: int, least: int) -> None:
         if value < least:
             raise Misuse(f"{name} must be at least {least}, got {value}")
+
+
+def schema_of(config: CacheConfig) -> Schema:
+    """The ballot's shape for this configuration: equal on all ranks."""
+    pools = [spec.pool(tier) for spec in config.side_pools for tier in Tier]
+    pools += [*(tier.value for tier in Tier), STORAGE]
+    return Schema(tuple(sorted(pools)), config.num_slots)
+
+
+def config_facts(config: CacheConfig) -> dict[str, str]:
+    """What must be equal on all ranks, for :func:`consensus.membership.introduce`."""
+    own = ("device_pages", "host_pages", "side_pages")
+    return {
+        name: str(value)
+        for name, value in msgspec.structs.asdict(config).items()
+        if name not in own
+    }

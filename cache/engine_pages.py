@@ -91,6 +91,13 @@ class EnginePages:
         """Tickets that wait for a slot."""
         return len(self._waiting)
 
+    def waits(self) -> dict[str, str]:
+        """Who waits in line, and what for: agreed."""
+        return {
+            f"{num_pages} pages for request {ticket.request.name}": "no slot or no room is free"
+            for ticket, num_pages in self._waiting
+        }
+
     @property
     def headroom(self) -> int:
         """Pages that :meth:`allocate` can give now: agreed."""

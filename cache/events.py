@@ -70,8 +70,8 @@ class EventLog:
 
     def _hashes(self, node: Node) -> list[int]:
         chain: list[Node] = []
-        at: Node | None = node
-        while at is not None and at.parent is not None and not at.hashes:
+        at = node
+        while at.parent is not None and not at.hashes:
             chain.append(at)
             at = at.parent
         for below in reversed(chain):

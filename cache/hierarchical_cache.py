@@ -14,46 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import takewhile
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from cache.audit import audit
 from cache.carryover import Carryover
-from cache.buffer_flush import BufferFlush
-from cache.config import CacheConfig
-from cache.copy_desk import CopyDesk
-from cache.engine_pages import EnginePages
-from cache.events import CacheEvent, EventLog
-from cache.eviction import POLICIES
-from cache.insert_line import InsertLine
-from cache.insertion import Fill, Insertion, open_loads
-from cache.load_back import LoadBack
-from cache.mover import Direction, Mover
-from cache.node import Node, Residency, Tier, Tokens
+from cache.config import CacheConfig, config_facts, schema_of
+from cache.events import CacheEvent
+from cache.insertion import Fill, open_loads
+from cache.mover import Mover
+from cache.node import STORAGE, Node, Residency, Tier, Tokens
 from cache.page_pool import PagePool
-from cache.radix_tree import RadixTree
-from cache.requests import Request, RequestReport, RequestTable
-from cache.side_pools import SidePool, SidePools
-from cache.staged_load import StagedLoads
+from cache.parts import Parts
+from cache.requests import Request, RequestReport
+from cache.results import InsertResult, Match, StepResult
+from cache.side_pools import SidePool
 from cache.storage_desk import StorageDesk
-from cache.storage_tier import STORAGE, StorageTier
 from cache.tensors import KVTensors
 from cache.ticket import Ticket
-from cache.tiers import Tiers
-from cache.withdrawal import Withdrawal
-from cache.write_back import WriteBack
-from cache.write_through import WriteThrough
-from consensus.ballot import Schema
 from consensus.epoch import Locator
 from consensus.errors import Misuse
 from consensus.group import Group
 from consensus.journal import Journal
-from consensus.manager import TransactionManager
-from consensus.participant import Outcome
 from consensus.report import Policy
 from consensus.step import Beacon, StepLimits, Stepper
 from consensus.store import Store
@@ -66,64 +49,6 @@ __all__ = [
     "config_facts",
     "schema_of",
 ]
-
-
-class Match(msgspec.Struct, frozen=True):
-    """A prefix that can be served. Lengths in pages: ``host_pages`` lie beyond ``device_pages``.
-
-    ``pages`` are the device page indices of this rank, in order.
-    """
-
-    node: Node | None
-    pages: list[int]
-    device_pages: int
-    host_pages: int
-    storage_pages: int = 0
-    tokens: Tokens | None = None
-    namespace: str = ""
-
-
-class InsertResult(msgspec.Struct, frozen=True):
-    """``pages``: device page indices of the whole inserted prefix, for the engine's rows.
-
-    ``new_pages`` entered the tree; ``duplicate_pages`` of the request's own were there already and
-    have been freed. The request pins the prefix; what it owns beyond stays its own.
-    """
-
-    pages: list[int]
-    new_pages: int
-    duplicate_pages: int
-
-
-class StepResult(msgspec.Struct, frozen=True):
-    """What a step settled.
-
-    ``must_recompute``: requests whose loaded bytes turned out void. ``was_reset``: the step ended
-    an epoch and began another (policy reset or detach); ``lost`` are the live requests that were
-    not the same on all ranks: the engine aborts them, the others go on with the pages they hold.
-    """
-
-    outcomes: list[Outcome]
-    must_recompute: tuple[str, ...]
-    lost: tuple[str, ...] = ()
-    was_reset: bool = False
-
-
-def schema_of(config: CacheConfig) -> Schema:
-    """The ballot's shape for this configuration: equal on all ranks."""
-    pools = [spec.pool(tier) for spec in config.side_pools for tier in Tier]
-    pools += [*(tier.value for tier in Tier), STORAGE]
-    return Schema(tuple(sorted(pools)), config.num_slots)
-
-
-def config_facts(config: CacheConfig) -> dict[str, str]:
-    """What must be equal on all ranks, for :func:`consensus.membership.introduce`."""
-    own = ("device_pages", "host_pages", "side_pages")
-    return {
-        name: str(value)
-        for name, value in msgspec.structs.asdict(config).items()
-        if name not in own
-    }
 
 
 class HierarchicalCache:
@@ -157,103 +82,46 @@ class HierarchicalCache:
         self._on_close = on_close
         self.rank = group.rank
         self.journal = journal
-        self.tree = RadixTree(config.page_size, POLICIES[config.eviction](), journal.note)
-        sides = SidePools(side)
-        self.manager = TransactionManager(
-            rank=group.rank,
-            schema=schema_of(config),
-            lag=config.lag,
-            copy_timeout_s=config.copy_timeout_s,
-            journal=journal,
-            usable={
-                **{tier.value: partial(self._usable, tier) for tier in pools},
-                **{name: partial(self._usable_side, name) for name in sides.pool_names()},
-                STORAGE: self._usable_storage,
-            },
+        parts = Parts(
+            config, group.rank, journal, pools=pools, mover=mover, storage=storage, side=side
         )
-        desk = CopyDesk(mover, pools, verifies=config.verifies_copies, side=side)
-        whole = config.evicts_whole_nodes
-        self.tiers = Tiers(self.tree, pools, self.manager, desk, trims=not whole, side=sides)
-        self.requests = RequestTable(self.tree)
-        self.withdrawal = Withdrawal(self.tiers, self.requests)
-        self.insertion = Insertion(self.tiers)
-        self.event_log = EventLog(
-            config.page_size, events_max=config.events_max, enabled=config.events_max > 0
+        self._parts = parts
+        # The parts by name, for those who look in; nothing outside decides with them.
+        self.tree, self.tiers, self.manager = parts.tree, parts.tiers, parts.manager
+        self.requests, self.orphans, self.withdrawal = (
+            parts.requests,
+            parts.orphans,
+            parts.withdrawal,
         )
-        self.tree.on_place = self._placed
-        self.storage: StorageTier | None = None
-        if storage is not None:
-            self.storage = StorageTier(self.tiers, storage, self.event_log, config)
-        self.backup = self._make_backup()
-        self.insert_line = InsertLine(
-            self.tree,
-            self.requests,
-            self.insertion,
-            self.backup,
-            waiting_max=config.waiting_tickets_max,
+        self.insertion, self.insert_line, self.backup = (
+            parts.insertion,
+            parts.insert_line,
+            parts.backup,
         )
-        self.load_back = LoadBack(
-            self.tiers,
-            self.requests,
-            self.withdrawal,
-            minimum_pages=config.load_back_minimum_pages,
-            waiting_max=config.waiting_tickets_max,
-        )
-        self.staged_loads: StagedLoads | None = None
-        if config.mode == "buffer_only" and self.storage is not None:
-            self.staged_loads = StagedLoads(self.tiers, self.storage.prefetch, self.load_back)
-        self.engine_pages = EnginePages(
-            self.tiers,
-            headroom_pages=config.headroom_pages,
-            waiting_max=config.waiting_tickets_max,
-        )
-        self.carryover = Carryover(self)
+        self.load_back, self.engine_pages = parts.load_back, parts.engine_pages
+        self.storage, self.staged_loads = parts.storage, parts.staged_loads
+        self.carryover = Carryover(parts)
         self._num_resets = self._num_ordered = 0
-        self.manager.begin_epoch(0, {**usable, STORAGE: self._usable_storage()})
+        self.manager.begin_epoch(0, {**usable, STORAGE: parts.usable(STORAGE)})
         self.stepper = Stepper(
             self.manager,
             group,
             store,
             limits=StepLimits(
-                warn_s=config.warn_s, deadline_s=config.deadline_s, grace_s=config.grace_s
+                warn_s=config.warn_s,
+                deadline_s=config.deadline_s,
+                grace_s=config.grace_s,
+                progress_s=config.progress_timeout_s or max(300.0, 10 * config.copy_timeout_s),
             ),
-            prepare=self._prepare,
-            settled=self._settled,
+            prepare=parts.prepare,
+            settled=parts.settled,
             live=lambda: self.requests.digest,
             locator=locator,
             carrier=self.carryover,
             policy=Policy(config.policy, config.max_resets, config.reset_window_s),
             regroup=regroup,
             beacon=beacon,
-        )
-
-    def _make_backup(self) -> WriteThrough | WriteBack | BufferFlush:
-        """The path by which this mode brings nodes to the other tiers."""
-        config, storage = self.config, self.storage
-        if config.mode == "buffer_only":
-            if storage is None:
-                raise Misuse("mode buffer_only needs a storage: the host is staging only")
-            return BufferFlush(
-                self.tiers,
-                self.insertion,
-                storage,
-                queue_nodes_max=config.write_queue_nodes_max,
-            )
-        if config.mode == "write_back":
-            return WriteBack(
-                self.tiers,
-                self.insertion,
-                self.withdrawal,
-                low_water_pages=config.low_water_pages,
-                on_backed_up=storage.backed_up if storage is not None else None,
-            )
-        return WriteThrough(
-            self.tiers,
-            self.insertion,
-            self.withdrawal,
-            queue_nodes_max=config.write_queue_nodes_max,
-            hits_needed=2 if config.mode == "write_through_selective" else 1,
-            on_backed_up=storage.backed_up if storage is not None else None,
+            waits=parts.waits,
         )
 
     # -- the step --------------------------------------------------------------------------------
@@ -286,42 +154,6 @@ class HierarchicalCache:
         return StepResult(
             outcomes, tuple(dict.fromkeys(void)), lost, was_reset=resets != self._num_resets
         )
-
-    def _usable(self, tier: Tier) -> int:
-        return self.carryover.usable_of(tier)
-
-    def _usable_side(self, name: str) -> int:
-        return self.carryover.usable_side(name)
-
-    def _usable_storage(self) -> int:
-        return self.storage.usable if self.storage is not None else 0
-
-    def _placed(self, node: Node, tier: Tier) -> None:
-        if self.event_log.enabled:
-            is_there = node.at(tier).is_published
-            (self.event_log.stored if is_there else self.event_log.removed)(node, tier.value)
-
-    def _prepare(self) -> None:
-        """Before the ballot: hear of endings, plan everything, then reserve, then start copies."""
-        self.tiers.desk.collect()
-        if self.storage is not None:
-            self.storage.desk.collect()
-        self.engine_pages.plan()
-        self.insert_line.plan()
-        self.load_back.plan()
-        self.backup.plan()
-        if self.storage is not None:
-            self.storage.plan()
-        self.manager.reserve_open()
-        self.insertion.end_unread()
-        self.tiers.desk.submit()
-
-    def _settled(self, outcomes: list[Outcome]) -> None:
-        self.backup.requeue()
-        self.tiers.prune()
-        self.load_back.resolve()
-        if self.staged_loads is not None:
-            self.staged_loads.resolve()
 
     # -- at ingest and admission -----------------------------------------------------------------
 
@@ -531,7 +363,7 @@ class HierarchicalCache:
     def abort(self, request: str) -> None:
         """End the request in whatever state it is: tickets, pins and pages all come back."""
         self.journal.note("abort_request", request)
-        self.carryover.release_lost(request)
+        self.orphans.release_lost(request)
         live = self.requests.get(request)
         if live is not None:
             self._release(live)
@@ -542,7 +374,7 @@ class HierarchicalCache:
             self.storage.prefetch.cancel(live)
         self.engine_pages.cancel(live)
         self.engine_pages.free(live, len(live.private))
-        self.carryover.release(live)
+        self.orphans.release(live)
         self.requests.close(live)
 
     # -- admin -----------------------------------------------------------------------------------
@@ -598,7 +430,7 @@ class HierarchicalCache:
 
     def events(self) -> list[CacheEvent]:
         """What was stored and removed since the last call, in the same order on every rank."""
-        return self.event_log.take()
+        return self._parts.event_log.take()
 
     def reset(self) -> None:
         """An agreed call: every rank drops to an empty cache in a new epoch, between two steps.
@@ -608,7 +440,7 @@ class HierarchicalCache:
         ledger = self.manager.ledger
         usable = {pool: ledger.usable(pool) for pool in self.manager.schema.pools}
         self.carryover.drop(None)
-        usable[Tier.DEVICE.value] -= len(self.carryover.orphaned_pages)
+        usable[Tier.DEVICE.value] -= len(self.orphans.pages)
         self.stepper.renew(usable)
         self._num_ordered += 1
 
@@ -622,15 +454,7 @@ class HierarchicalCache:
 
     def has_pending(self) -> bool:
         """Something waits for a step: an idle engine keeps stepping. Agreed."""
-        return (
-            not self.manager.is_idle
-            or self.backup.num_queued > 0
-            or (self.storage is not None and self.storage.is_busy)
-            or (self.staged_loads is not None and self.staged_loads.num_open > 0)
-            or self.load_back.num_waiting > 0
-            or self.engine_pages.num_waiting > 0
-            or self.insert_line.num_waiting > 0
-        )
+        return self._parts.has_pending
 
     def report(self, request: str) -> RequestReport:
         """What a live request hit, loaded and must compute, in pages, and why."""
@@ -647,42 +471,18 @@ class HierarchicalCache:
 
     def metrics(self) -> dict[str, int]:
         """Counters since the start; pages, intents and copies. Cheap."""
-        submitted = self.tiers.desk.mover.submitted
-        write, load = self.backup, self.load_back
-        fetch = self.storage.prefetch if self.storage is not None else None
+        succession = self.stepper.succession
         return {
-            "commits": write.num_commits + load.num_commits + (fetch.num_commits if fetch else 0),
-            "aborts": write.num_aborts
-            + write.num_no_room
-            + load.num_aborts
-            + load.num_no_room
-            + (fetch.num_aborts + fetch.num_no_room if fetch else 0),
-            "deferred": write.num_deferred,
-            "prefetches": fetch.num_commits if fetch else 0,
-            "prefetched_pages": fetch.num_pages if fetch else 0,
-            "stored_pages": self.storage.storing.num_stored if self.storage is not None else 0,
-            "backups": write.num_commits,
-            "backups_aborted": write.num_aborts,
-            "backups_no_room": write.num_no_room,
-            "loads": load.num_commits,
-            "loads_aborted": load.num_aborts,
-            "loads_no_room": load.num_no_room,
-            "refused": self.insertion.num_refused,
-            "pages_refused": self.engine_pages.num_refused,
-            "writes_submitted": submitted[Direction.TO_HOST],
-            "loads_submitted": submitted[Direction.TO_DEVICE],
+            **self._parts.counts(),
             "collectives": self.stepper.num_collectives,
-            "divergences": self.stepper.succession.endings["Divergence"],
-            "stalls": self.stepper.succession.endings["RankStalled"],
-            "resets": self.stepper.succession.num_resets + self._num_ordered,
-            "copies_wrong": self.tiers.desk.num_wrong,
-            "evicted_device": self.tiers.num_evicted[Tier.DEVICE],
-            "evicted_host": self.tiers.num_evicted[Tier.HOST],
+            "divergences": succession.endings["Divergence"],
+            "stalls": succession.endings["RankStalled"],
+            "resets": succession.num_resets + self._num_ordered,
         }
 
     def check_integrity(self) -> None:
         """Prove that every page has one owner and every count holds; raises ``InternalError``."""
-        audit(self)
+        audit(self._parts)
 
     def tensors(self, tier: Tier) -> KVTensors:
         """K and V of this rank's pages in ``tier``: what the engine's kernels read and write."""

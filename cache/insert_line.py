@@ -87,6 +87,13 @@ class InsertLine:
         """Inserts in line: agreed."""
         return len(self._line)
 
+    def waits(self) -> dict[str, str]:
+        """Who waits in line, and what for: agreed."""
+        return {
+            f"insert {place} in line ({len(wish.tokens)} tokens)": "a demotion has not ended"
+            for place, wish in enumerate(self._line)
+        }
+
     def clear(self, *, keeps_stock: bool) -> None:
         """The epoch is over: nobody waits any more."""
         self._line.clear()

@@ -10,8 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from cache.carriage import Carriage
-from cache.node import Node, Residency, Tier
+from cache.node import Carriage, Node, Residency, Tier
 from cache.tiers import Tiers
 from consensus.participant import Intent
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from cache.carriage import Carriage
 from cache.mover import Direction
-from cache.node import Node, Residency, Tier
+from cache.node import Carriage, Node, Residency, Tier
 from cache.requests import Request, RequestTable
 from cache.ticket import Ticket, TicketState
 from cache.tiers import Tiers
@@ -123,6 +122,13 @@ class LoadBack:
     def num_waiting(self) -> int:
         """Tickets that wait for a slot."""
         return len(self._waiting)
+
+    def waits(self) -> dict[str, str]:
+        """Who waits in line, and what for: agreed."""
+        return {
+            f"load-back of request {ticket.request.name}": "no slot or no room is free"
+            for ticket, _ in self._waiting
+        }
 
     def _wanted(self, path: list[Node]) -> list[Node]:
         """The run of nodes after what is on DEVICE, or on its way there, that HOST has."""

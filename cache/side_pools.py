@@ -17,9 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from cache.carriage import Carriage
 from cache.mover import Mover
-from cache.node import Node, Presence, Tier
+from cache.node import Carriage, Node, Presence, Tier
 from cache.page_pool import PagePool
 from consensus.errors import Misuse
 from consensus.ledger import Ledger

@@ -41,14 +41,14 @@ class StorageDesk:
     def keys_of(self, node: Node) -> list[bytes]:
         """The content keys of the pages of ``node``; computed once and kept with it."""
         chain: list[Node] = []
-        at: Node | None = node
-        while at is not None and at.parent is not None and not at.keys:
+        at = node
+        while at.parent is not None and not at.keys:
             chain.append(at)
             at = at.parent
         for below in reversed(chain):
             above = below.parent
-            is_first = above is None or not above.keys
-            parent = self._keys.start(below.namespace) if is_first else above.keys[-1]
+            known = above.keys if above is not None else []
+            parent = known[-1] if known else self._keys.start(below.namespace)
             below.keys = self._keys.extend(parent, below.tokens)
         return node.keys
 
@@ -80,7 +80,10 @@ class StorageDesk:
 
     def ask(self, keys: Sequence[bytes], on_end: OnEnd) -> bool:
         """How many leading ``keys`` are there; False: the workers are busy."""
-        ended = lambda ending: on_end(ending.leading)  # noqa: E731 - one expression
+
+        def ended(ending: StorageEnding) -> None:
+            on_end(ending.leading)
+
         return self._submit(Kind.EXISTS, tuple(keys), (), [], ended)
 
     def stop(self, ticket: int) -> None:

@@ -11,17 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from cache.carriage import Carriage
 from cache.events import EventLog
-from cache.node import Node, Tier
+from cache.node import STORAGE, Carriage, Node, Tier
 from cache.storage_desk import StorageDesk
 from cache.tiers import Tiers
 from consensus.participant import Intent
 
 __all__ = ["STORAGE", "Storing"]
-
-#: The pool of places in the storage's queue, in pages.
-STORAGE = "storage"
 
 Released = Callable[[list[Node], int], None]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from cache.node import Node
+from cache.node import Carriage, Node
 
 if TYPE_CHECKING:
-    from cache.carriage import Carriage
     from cache.requests import Request
 
 __all__ = ["Ticket", "TicketState"]

@@ -6,8 +6,7 @@ descendants from HOST. A load that failed after the engine computed on top of it
 
 from __future__ import annotations
 
-from cache.carriage import Carriage
-from cache.node import Node, Residency, Tier
+from cache.node import Carriage, Node, Residency, Tier
 from cache.requests import RequestTable
 from cache.tiers import Tiers
 

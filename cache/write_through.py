@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable
 
 from cache.backup import Backup
-from cache.carriage import Carriage
 from cache.insertion import Insertion
-from cache.node import Node, Residency, Tier
+from cache.node import Carriage, Node, Residency, Tier
 from cache.tiers import Tiers
 from cache.withdrawal import Withdrawal
 from consensus.participant import Intent

@@ -49,9 +49,7 @@ class Locator(Protocol):
         """It said that it pauses: others wait for it beyond their deadline. Quick."""
         ...
 
-    def last_seen(
-        self, ranks: Sequence[int], *, asks: bool = True
-    ) -> dict[int, LastSeen | None]:
+    def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
         """Where they were last seen (``None``: never); all at once, within about a second.
 
         With ``asks`` those that can answer are asked for their stacks.
@@ -150,9 +148,12 @@ class Closer:
         return waited and not self._seen and now_s >= self._look_at
 
     def incident(self, seal: Seal) -> Incident:
-        """All that is known of the end of this epoch."""
-        reports = self._read_reports()
-        return Incident(self.rank, self.epoch, seal, [reports[rank] for rank in sorted(reports)])
+        """All that is known of the end of this epoch, without the verdicts: they are long."""
+        reports = [
+            msgspec.structs.replace(report, held={})
+            for _, report in sorted(self._read_reports().items())
+        ]
+        return Incident(self.rank, self.epoch, msgspec.structs.replace(seal, verdicts={}), reports)
 
     def _read_reports(self) -> dict[int, Report]:
         reports: dict[int, Report] = {}

@@ -17,6 +17,8 @@ from consensus.epoch import Introduction, LastSeen, Locator, Opener, agree
 from consensus.errors import StoreSilent
 from consensus.group import GlooGroup, Group
 from consensus.patience import PAUSED, StepLimits
+from consensus.sentinel import Sentinel
+from consensus.step import Stepper
 from consensus.store import NamedStore, Store, TcpStore
 from consensus.watch import Life, Position, Watch
 
@@ -96,9 +98,7 @@ class WatchLocator:
         return seen
 
 
-def _seen(
-    at: Position, since_s: float, life: Life = Life.BEATING, stack: str = ""
-) -> LastSeen:
+def _seen(at: Position, since_s: float, life: Life = Life.BEATING, stack: str = "") -> LastSeen:
     return LastSeen(
         at.step, at.phase, since_s, dead=life is Life.GONE, life=life.value, stack=stack
     )
@@ -127,6 +127,7 @@ class Membership:
         self.usable = dict(usable)
         self._deadline_s = deadline_s
         self.locator: Locator = WatchLocator(watch)
+        self._sentinel: Sentinel | None = None
 
     @classmethod
     def join(
@@ -153,8 +154,12 @@ class Membership:
         """
         store = TcpStore(host, port)
         mine = Introduction(rank, {**versions(), **facts}, dict(usable))
-        agreed = introduce(store, name, mine, ranks, start_timeout_s)
-        group = _form(store, name, 0, ranks, rank, width, deadline_s, start_timeout_s)
+        try:
+            agreed = introduce(store, name, mine, ranks, start_timeout_s)
+            group = _form(store, name, 0, ranks, rank, width, deadline_s, start_timeout_s)
+        except BaseException:
+            store.close()
+            raise
         watch = Watch(TcpStore(host, port), rank, name=f"{name}/watch", interval_s=beat_s)
         watch.start()
         return cls(
@@ -185,6 +190,11 @@ class Membership:
         )
         return self.group
 
+    def watch_over(self, stepper: Stepper) -> None:
+        """Have a thread report differences between ranks while the scheduler's thread hangs."""
+        self._sentinel = Sentinel(stepper, self.store)
+        self._sentinel.start()
+
     def leave(self, wait_s: float) -> None:
         """Close once all ranks want to leave, or are gone, or ``wait_s`` have passed.
 
@@ -212,6 +222,8 @@ class Membership:
 
     def close(self) -> None:
         """Break all connections at once; bounded."""
+        if self._sentinel is not None:
+            self._sentinel.stop()
         self.watch.stop()
         self.group.close()
         self.connection.close()

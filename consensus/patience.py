@@ -52,7 +52,9 @@ class Patience:
         self._limits = limits
         self._locator = locator
         self._began = 0.0
-        self._counts_from = 0.0  # the deadline runs from here: later than the beginning after a pause
+        self._counts_from = (
+            0.0  # the deadline runs from here: after a pause, from its end
+        )
         self._looked_at = 0.0
         self._warned = False
         self._num_deadlines = 1

@@ -11,12 +11,10 @@ can do something else meanwhile; ``run`` is the loop around them for everyone el
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Generator
 
 import msgspec
 import numpy as np
@@ -24,49 +22,19 @@ import numpy as np
 from consensus.ballot import Header, Status, Vector, Verdict
 from consensus.epoch import Locator
 from consensus.errors import KvpactError, Misuse, PeerError, PeerLeft, PeerLost, StoreSilent
-from consensus.group import Group, Work
+from consensus.group import Group
 from consensus.manager import TransactionManager
 from consensus.participant import Outcome
 from consensus.patience import PAUSED, Patience, StepLimits
 from consensus.progress import Progress, Waits
 from consensus.report import Policy, Seal
+from consensus.stage import Beacon, InFlight, Stage
 from consensus.store import Store
 from consensus.succession import Carrier, Succession
 
 __all__ = ["PAUSED", "Beacon", "Carrier", "InFlight", "StepLimits", "Stepper"]
 
 _log = logging.getLogger("kvpact")
-
-
-class InFlight(msgspec.Struct, frozen=True):
-    """A ballot that was posted and is not settled yet."""
-
-    epoch: int
-    header: Header
-    num_slots: int
-    work: Work
-
-
-class Beacon(Protocol):
-    """Where this rank says out of band what it does; assigning, never communicating."""
-
-    def at(self, epoch: int, step: int, phase: str, posted: int) -> None:
-        """This rank is now in ``phase`` of ``step``."""
-        ...
-
-
-class Stage(enum.Enum):
-    """What the stepper does next."""
-
-    IDLE = "idle"
-    BEGUN = "entering a step"
-    AWAIT_LAGGED = "waiting for the verdict of an earlier step"
-    POST = "preparing its ballot"
-    AWAIT = "waiting for the verdict"
-    DONE = "settled"
-    CLOSING = "closing the epoch"
-    OPENING = "opening a new epoch"
-    CLOSED = "closed"
 
 
 _HEADERS_KEPT = 8
@@ -226,7 +194,7 @@ class Stepper:
             raise self.error
 
     @contextlib.contextmanager
-    def paused(self, reason: str) -> Iterator[None]:
+    def paused(self, reason: str) -> Generator[None, None, None]:
         """Between steps: this rank will be away for longer (graph capture, weight update).
 
         The others wait for it beyond their deadline, and the agreed clock stands still.
@@ -408,7 +376,7 @@ class Stepper:
         self._enter(Stage.CLOSING)
 
     def _close(self) -> None:
-        """Once the epoch is sealed: settle what was settled anywhere, then do what the seal says."""
+        """Once the epoch is sealed: settle what was settled anywhere, then do what it says."""
         seal = self.succession.poll()
         if seal is None:
             return

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from consensus.ballot import Header, Vector
 from consensus.epoch import Closer, Introduction, Locator, Opener, agree
 from consensus.errors import Misuse, StoreSilent
@@ -138,7 +140,8 @@ class Succession:
             try:
                 self.incident = self.closer.incident(seal)
             except StoreSilent:
-                self.incident = Incident(self._group.rank, self._manager.epoch, seal, [])
+                bare = msgspec.structs.replace(seal, verdicts={})
+                self.incident = Incident(self._group.rank, self._manager.epoch, bare, [])
         return seal
 
     # -- opening ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from cache.node import Residency, Tier
 from cache.storing import STORAGE
 from cache.ticket import Ticket, TicketState
 from consensus.errors import InternalError, KvpactError
+from consensus.report import Incident
 from harness.checkers import Snapshot, snapshot
 from harness.engine import Engine
 from harness.faults import FaultBoard
@@ -42,6 +43,7 @@ from harness.scenario_model import (
     Prefetch,
     Reset,
     Scenario,
+    Settle,
     Step,
     Take,
     expand,
@@ -74,6 +76,7 @@ class RankRecord(msgspec.Struct):
     ``suspended_from``: by epoch, the step from which on it may differ."""
 
     rank: int
+    incidents: list[Incident] = []
     snapshots: list[Snapshot] = []
     observations: list[Observation] = []
     raised: list[Raised] = []
@@ -186,9 +189,11 @@ class Agent:
                 self._let_go()
             case Prefetch():
                 self._fetches[entry.request] = self.cache.prefetch(
-                    entry.request, expand(entry.tokens)
+                    entry.request, expand(entry.tokens), namespace=entry.namespace
                 )
                 self._let_go()
+            case Settle():
+                self.cache.settle_for_prefetch(entry.request)
             case AttachStorage():
                 self.cache.attach_storage()
             case DetachStorage():
@@ -205,6 +210,7 @@ class Agent:
             namespace=entry.namespace,
             fill=self.rank.compute,
             hold=entry.hold,
+            priority=entry.priority,
         )
         if entry.hold:
             self._holding.add(entry.request)
@@ -272,7 +278,14 @@ class Agent:
             yield Pause()
         self._after(result)
 
+    def _note_incident(self) -> None:
+        incident = self.cache.stepper.succession.incident
+        known = self.record.incidents
+        if incident is not None and (not known or known[-1] is not incident):
+            known.append(incident)
+
     def _after(self, result: StepResult) -> None:
+        self._note_incident()
         for name in result.lost:
             self._end(name)
             self.cache.abort(name)
@@ -310,6 +323,7 @@ class Agent:
 
     def _note_error(self, entry: Do, error: KvpactError) -> None:
         kinds = [kind.__name__ for kind in type(error).__mro__]
+        self._note_incident()
         self.record.raised.append(Raised(entry.number, kinds, error.ranks, str(error)))
 
     def _expect(self, entry: Expect) -> None:

@@ -182,9 +182,9 @@ class Coverage:
                 if what:
                     self.hit(f"{what} failed after commit")
             case OutcomeKind.END:
-                if what == "load-back" and intent.state is State.DONE:
-                    if intent.result < intent.agreed:
-                        self.hit("load-back failed after commit")
+                is_load = what == "load-back" and intent.state is State.DONE
+                if is_load and intent.result < intent.agreed:
+                    self.hit("load-back failed after commit")
                 aborted_in = self._aborted_in.pop(intent.serial, step)
                 if aborted_in < step:
                     self.hit("aborted copy drained")

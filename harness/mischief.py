@@ -43,7 +43,7 @@ while time.monotonic() < end and os.getppid() == parent:
 
 
 class SoakBoard(FaultBoard):
-    """A board that can also skew: a drawn share of the copies ends late, for as long as it lasts."""
+    """A board that can also skew: from then on a drawn share of the copies ends late."""
 
     def __init__(self, struck: Callable[[str], None]) -> None:
         super().__init__()

@@ -165,14 +165,9 @@ def _timelines(report: SoakReport) -> str:
         ]
 
     stages = "" if report.config.pp == 1 else ", by rank and stage"
-    first = [rank for rank in report.ranks if rank.rank == 0]
     hits = [
-        Line(
-            "agreed, so one line",
-            [(b.at_s, 100 * b.hit_pages / b.pages) for b in r.series if b.pages],
-            0,
-        )
-        for r in first
+        Line("agreed, so one line", [(b.at_s, _hit_percent(b)) for b in r.series if b.pages], 0)
+        for r in report.ranks[:1]
     ]
     charts = [
         line_chart("Step time, mean", "ms", lines("", _step_ms), marks),
@@ -258,9 +253,7 @@ def _faults(report: SoakReport) -> str:
         rows.append(
             _row((row.name, row.planned, struck, where or row.skipped, seen, recovered), tone)
         )
-    head = _head(
-        "fault", "planned", ">struck", "where", "seen as (agreed, all causes)", "recovered"
-    )
+    head = _head("fault", "planned", ">struck", "where", "seen as (all causes)", "recovered")
     return _table(head, rows)
 
 

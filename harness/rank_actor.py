@@ -18,10 +18,13 @@ from harness.soak_config import SoakConfig
 from harness.soak_feed import Feed
 from harness.traces import TraceRequest
 
+# Ray's stubs are partial.
+_api: Any = ray
+
 __all__ = ["RankActor", "StoreActor"]
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"health": 1})
+@_api.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"health": 1})
 class RankActor:
     """One rank."""
 
@@ -42,23 +45,23 @@ class RankActor:
             start_timeout_s=timeout_s,
         )
 
-    @ray.method(concurrency_group="health")
+    @_api.method(concurrency_group="health")
     def poll(self) -> bytes:
         """What is new: a packed :class:`harness.soak_feed.Update`."""
         return msgspec.msgpack.encode(self._feed.take())
 
-    @ray.method(concurrency_group="health")
+    @_api.method(concurrency_group="health")
     def stop(self) -> None:
         """End at the next agreed step."""
         self._feed.stop_asked.set()
 
-    @ray.method(concurrency_group="health")
+    @_api.method(concurrency_group="health")
     def stack(self) -> str:
         """Where the loop is."""
         return self._feed.stack()
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
+@_api.remote(num_cpus=0, max_restarts=0)
 class StoreActor:
     """Serves the store on a node of the cluster, outside every rank."""
 
@@ -68,4 +71,4 @@ class StoreActor:
     def serve(self) -> tuple[str, int]:
         """Its address: this node's, as other nodes reach it, and a free port."""
         self._store, port = serve_tcp_store()
-        return ray.util.get_node_ip_address(), port
+        return _api.util.get_node_ip_address(), port

@@ -18,6 +18,7 @@ from cache.tensors import KVShape
 from cache.transfer import DeferredMover
 from consensus.errors import Misuse
 from consensus.journal import Journal
+from consensus.report import Incident
 from consensus.store import MemoryStore
 from harness.agent import Agent, Observation, Raised, RankRecord
 from harness.checkers import Snapshot, compare
@@ -34,7 +35,11 @@ KV_SHAPE = KVShape(2, 1, 8)
 
 
 class Result(msgspec.Struct):
-    """One file: what failed, as lines (none: everything holds)."""
+    """One file: what failed, as lines (none: everything holds).
+
+    ``incidents`` are the ends of epochs, each as told by the rank that knew most of it: the
+    records do not repeat them.
+    """
 
     path: str
     name: str
@@ -42,6 +47,7 @@ class Result(msgspec.Struct):
     seed: int
     failures: list[str]
     records: list[RankRecord]
+    incidents: list[Incident] = []
 
 
 def unsupported(scenario: Scenario) -> str:
@@ -72,6 +78,12 @@ def world_config(world: World, rank: int) -> CacheConfig:
         grace_s=min(0.5, world.deadline_s / 2),
         policy=world.policy,
         mode=world.mode,
+        eviction=world.eviction,
+        low_water_pages=world.low_water_pages,
+        prefetch_policy=world.prefetch_policy,
+        prefetch_timeout_s=world.prefetch_timeout_s,
+        prefetch_minimum_pages=world.prefetch_minimum_pages,
+        storage_queue_pages=world.storage_queue_pages,
         side_pools=tuple(
             SideSpec(side.name, side.need, -(-(side.window or 0) // world.page_size))
             for side in world.side_pools
@@ -147,7 +159,28 @@ def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) 
             for agent in agents:
                 agent.rank.close()
     records = [agent.record for agent in agents]
-    return Result(scenario.path, scenario.name, "sim", seed, judge(scenario, records), records)
+    return conclude(scenario, "sim", seed, records)
+
+
+def conclude(
+    scenario: Scenario,
+    ranks: str,
+    seed: int,
+    records: list[RankRecord],
+    failures: Sequence[str] = (),
+) -> Result:
+    """Judge what the ranks saw; ``failures`` are what the runner itself has to say."""
+    fullest: dict[tuple[int, str], Incident] = {}
+    for record in records:
+        for incident in record.incidents:
+            key = (incident.epoch, incident.seal.error.message)
+            if key not in fullest or len(incident.reports) > len(fullest[key].reports):
+                fullest[key] = incident
+        record.incidents = []
+    found = [*failures, *judge(scenario, records)]
+    return Result(
+        scenario.path, scenario.name, ranks, seed, found, records, list(fullest.values())
+    )
 
 
 def _sim_agent(

@@ -22,7 +22,7 @@ from harness.launch import Launch
 from harness.rank import Rank
 from harness.scenario import (
     Result,
-    judge,
+    conclude,
     make_pools,
     make_side_pools,
     open_storage,
@@ -82,8 +82,7 @@ class GlooRanks:
                 records.append(record)
         if failures or _ends_a_rank(scenario):
             self._end(world.num_ranks)
-        failures += judge(scenario, records)
-        return Result(scenario.path, scenario.name, "gloo", seed, failures, records)
+        return conclude(scenario, "gloo", seed, records, failures)
 
     def _receive(
         self, launch: Launch, rank: int, limit_s: float, failures: list[str]

@@ -44,6 +44,7 @@ __all__ = [
     "Ranges",
     "Reset",
     "Scenario",
+    "Settle",
     "SidePool",
     "Step",
     "Take",
@@ -118,6 +119,12 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     headroom_pages: Amount = 0
     load_back_minimum_pages: Count = 1
     evicts_whole_nodes: bool = True
+    eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
+    low_water_pages: Amount = 0
+    prefetch_policy: Literal["wait_complete", "best_effort", "timeout"] = "wait_complete"
+    prefetch_timeout_s: Seconds = 1.0
+    prefetch_minimum_pages: Count = 1
+    storage_queue_pages: Count = 4096
     side_pools: tuple[SidePool, ...] = msgspec.field(default=(), name="side_pool")
 
     @property
@@ -160,6 +167,7 @@ class Insert(Entry, frozen=True, kw_only=True, tag="insert"):
     tokens: Ranges
     hold: bool = False
     namespace: str = ""
+    priority: Amount = 0
 
 
 class LoadBack(Entry, frozen=True, kw_only=True, tag="load_back"):
@@ -175,6 +183,13 @@ class Prefetch(Entry, frozen=True, kw_only=True, tag="prefetch"):
 
     request: Name
     tokens: Ranges
+    namespace: str = ""
+
+
+class Settle(Entry, frozen=True, kw_only=True, tag="settle"):
+    """Admission does not wait for the request's prefetch any longer (policy best_effort)."""
+
+    request: Name
 
 
 class Evict(Entry, frozen=True, kw_only=True, tag="evict"):
@@ -294,6 +309,7 @@ Do = (
     Insert
     | LoadBack
     | Prefetch
+    | Settle
     | Evict
     | Finish
     | Abort

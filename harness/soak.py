@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -15,6 +17,7 @@ from typing import Any, Final, Self
 
 import msgspec
 import ray
+import ray.exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
@@ -28,6 +31,9 @@ from harness.soak_feed import Update
 from harness.traces import TraceRequest
 
 __all__ = ["LocalRay", "RayRanks", "run_soak"]
+
+# Ray's stubs are partial.
+_api: Any = ray
 
 ASK_S: Final = 5.0
 STORE_BYTES: Final = 80 << 20
@@ -83,7 +89,7 @@ class LocalRay:
                 include_dashboard=False,
                 object_store_memory=STORE_BYTES,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 _temp_dir=self._folder,
             )
         except BaseException as error:
@@ -124,13 +130,15 @@ class JoinedRay:
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._is_ours = False
 
     def __enter__(self) -> Self:
         if ray.is_initialized():
-            return self
+            return self  # who joined it leaves it
+        self._is_ours = True
         _require_reachable(self._address)
         try:
-            ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise BadInput(f"--address: {self._address} cannot be joined: {reason}") from error
@@ -142,7 +150,8 @@ class JoinedRay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        ray.shutdown()
+        if self._is_ours:
+            ray.shutdown()
 
 
 class RayRanks:
@@ -181,7 +190,7 @@ class RayRanks:
         bundle: dict[str, float] = {"CPU": 1}
         if config.device == "cuda":
             bundle["GPU"] = 1
-        total: dict[str, Any] = ray.cluster_resources()
+        total: dict[str, Any] = _api.cluster_resources()
         for name in bundle:
             has = float(total.get(name, 0))
             if has < config.num_ranks:
@@ -192,7 +201,7 @@ class RayRanks:
         strategy = "STRICT_SPREAD" if self._options.spread else "STRICT_PACK"
         self._group = placement_group([bundle] * config.num_ranks, strategy=strategy)
         if not self._group.wait(timeout_s):
-            free: dict[str, Any] = ray.available_resources()
+            free: dict[str, Any] = _api.available_resources()
             raise BadInput(
                 f"{config.num_ranks} ranks ({strategy}, each {bundle}) could not be placed within"
                 f" {timeout_s:g} s; free now: CPU {free.get('CPU', 0):g}, GPU"
@@ -231,7 +240,7 @@ class RayRanks:
         actor_class: Any = StoreActor
         self._store = actor_class.remote()
         try:
-            return ray.get(self._store.serve.remote(), timeout=self._options.start_timeout_s)
+            return _api.get(self._store.serve.remote(), timeout=self._options.start_timeout_s)
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise BadInput(
@@ -248,7 +257,7 @@ class RayRanks:
         if not self._asked:
             return []
         asked = list(self._asked.values())
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0.5)
+        ready, _ = _api.wait(asked, num_returns=len(asked), timeout=0.5)
         updates: list[Update] = []
         for rank, ref in list(self._asked.items()):
             if ref in ready:
@@ -260,12 +269,11 @@ class RayRanks:
 
     def _get(self, rank: int, ref: Any) -> Any:
         try:
-            return ray.get(ref, timeout=ASK_S)
+            return _api.get(ref, timeout=ASK_S)
         except ray.exceptions.GetTimeoutError:
             return None
         except ray.exceptions.RayError as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            self._lost[rank] = f"its process ended ({type(error).__name__}: {first})"[:300]
+            self._lost[rank] = f"its process ended: {_last_line(error)}"
             return None
 
     def lost(self) -> dict[int, str]:
@@ -287,7 +295,7 @@ class RayRanks:
         }
         if not asked:
             return {}
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ASK_S)
+        ready, _ = _api.wait(list(asked.values()), num_returns=len(asked), timeout=ASK_S)
         found = {rank: self._get(rank, ref) for rank, ref in asked.items() if ref in ready}
         return {rank: text for rank, text in found.items() if text}
 
@@ -298,15 +306,15 @@ class RayRanks:
     def close(self) -> None:
         """End what still runs, and give back what was reserved."""
         if self._runs:
-            ray.wait(self._runs, num_returns=len(self._runs), timeout=2.0)
+            _api.wait(self._runs, num_returns=len(self._runs), timeout=2.0)
         for actor in self._actors:
-            ray.kill(actor)
+            _api.kill(actor)
         self._actors.clear()
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
         if self._options.address != "local" and self._store is not None:
-            ray.kill(self._store)
+            _api.kill(self._store)
         self._store = None
 
 
@@ -337,6 +345,15 @@ def _ray(config: SoakConfig, options: Options) -> LocalRay | JoinedRay:
                 f" machine has {torch.cuda.device_count()}"
             )
     return LocalRay(max(config.num_ranks, os.cpu_count() or 1))
+
+
+def _last_line(error: Exception) -> str:
+    """What Ray says, without colours and the text around it."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"\w+(Error|Exception)\b", line)]
+    last = (named or lines or [""])[-1]
+    return f"{type(error).__name__}: {last}"[:300]
 
 
 def _set_environment(folder: str) -> None:

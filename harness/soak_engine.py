@@ -1,7 +1,7 @@
 """The scheduler model of a soak: a trace that goes round until it is told to stop.
 
-As :class:`harness.replay_engine.Engine`, with what a long run under faults needs besides: loads that
-are late, clients that leave, and a load that ends at an agreed step.
+As :class:`harness.replay_engine.Engine`, with what a long run under faults needs besides: loads
+that are late, clients that leave, and bounds on how long nothing may come to an end.
 """
 
 from __future__ import annotations
@@ -117,13 +117,14 @@ class SoakEngine(Engine):
     def _enter(self) -> None:
         # Clients that leave: agreed, since every rank sees the same requests in the same phases.
         for lane in self._lanes:
-            if lane.request is not None and lane.phase is Phase.WAITS:
-                if lane.request.index % ABORT_EVERY == ABORT_EVERY - 1:
-                    loading = lane.load is not None and lane.load.state is TicketState.PENDING
-                    self.num_left += 1
-                    self.num_left_loading += loading
-                    self.cache.abort(lane.name)
-                    lane.phase, lane.request = Phase.FREE, None
+            if lane.request is None or lane.phase is not Phase.WAITS:
+                continue
+            if lane.request.index % ABORT_EVERY == ABORT_EVERY - 1:
+                loading = lane.load is not None and lane.load.state is TicketState.PENDING
+                self.num_left += 1
+                self.num_left_loading += loading
+                self.cache.abort(lane.name)
+                lane.phase, lane.request = Phase.FREE, None
         self._before(self._iteration)
 
     def _leave(self, result: StepResult) -> None:

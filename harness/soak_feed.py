@@ -50,7 +50,7 @@ class FaultEvent(msgspec.Struct, frozen=True):
 class Bucket(msgspec.Struct):
     """What happened on one rank within ``width_s`` seconds from ``at_s`` on the agreed clock.
 
-    Sums: ``steps``, ``step_s``, ``waited_s``, ``pages``, ``hit_pages``. The largest: ``step_max_s``.
+    Sums: ``steps``, ``step_s``, ``waited_s``, ``pages``, ``hit_pages``. Largest: ``step_max_s``.
     Last seen: used pages by tier, open intents, requests that wait.
     """
 

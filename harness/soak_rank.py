@@ -106,9 +106,9 @@ class SoakLoop:
         """
         minutes, store = self.config.minutes, self._store
         if store is not None and step % self._look_every == 0:
-            if self.rank.cache.rank == 0 and self.feed.stop_asked.is_set():
-                if not self._was_stopped:
-                    store.set("soak/stop", str(step + 2 * self._look_every).encode())
+            is_asked = self.rank.cache.rank == 0 and self.feed.stop_asked.is_set()
+            if is_asked and not self._was_stopped:
+                store.set("soak/stop", str(step + 2 * self._look_every).encode())
             asked = store.get("soak/stop")
             if asked is not None:
                 self._stop_at, self._was_stopped = int(asked), True

@@ -132,7 +132,8 @@ _CONSERVATION: Final = ("two owners", "in limbo", "the ledger has", "pages leake
 def _classify(view: RankView) -> Verdict:
     end = view.end
     if end is None:
-        return Verdict.HANG
+        # It never came as far as a step: that says nothing about the protocol.
+        return Verdict.HANG if view.step else Verdict.HARNESS_ERROR
     if end.how != "raised":
         return Verdict.PASS
     if end.error == "Divergence":

@@ -314,5 +314,9 @@ def outcome(tickets: Sequence[Ticket]) -> tuple[TicketState, int]:
     return found.pop()
 
 
+def no_note(tag: str, *values: object) -> None:
+    """For a tree without a journal."""
+
+
 def _deferred(device: KVTensors, host: KVTensors, plan: PlanPart | None) -> DeferredMover:
     return DeferredMover(device, host, plan_part=plan)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cache.assembly import join_cache
 from cache.config import CacheConfig
 from cache.hierarchical_cache import HierarchicalCache
 from cache.node import Tier
+from cache.storage import open_backend
 from cache.ticket import TicketState
 from consensus.errors import Misuse, ResourceError, StoreSilent
 from consensus.group import serve_tcp_store
@@ -54,10 +56,7 @@ def test_one_call_makes_a_cache_that_works(port: int, tmp_path: Path) -> None:
         assert len(row) == 3
         cache.tensors(Tier.DEVICE).k[0, row[0] * 4] = 7.0
         cache.finish_request("a", TOKENS)
-        for iteration in range(2, 50):
-            if cache.has_pending():
-                assert cache.tiers.desk.mover.wait_all(10.0)
-                cache.step(iteration)
+        drain(cache, iter(range(2, 50)))
         assert cache.peek(TOKENS) == {"device": 3, "host": 3, "usable": 3}
         (leaf,), _ = cache.tree.walk(TOKENS)
         assert cache.tensors(Tier.HOST).k[0, leaf.host.pages[0] * 4, 0, 0] == 7.0
@@ -70,6 +69,33 @@ def test_one_call_makes_a_cache_that_works(port: int, tmp_path: Path) -> None:
     assert not kvpact_threads()
     with pytest.raises(Misuse, match="is closed"):
         cache.step(50)
+
+
+@pytest.mark.ranks
+def test_what_was_stored_is_there_for_the_next_process(port: int, tmp_path: Path) -> None:
+    open_storage = partial(open_backend, "file", path=tmp_path, capacity_bytes=1 << 20)
+    for life, name in enumerate(["first", "second"]):
+        with join_alone(port, name, open_storage=open_storage, model="m") as cache:
+            clock = iter(range(1, 200))
+            ticket = cache.prefetch("a", TOKENS)
+            drain(cache, clock)
+            if life == 1:
+                assert ticket.state is TicketState.READY
+                assert cache.peek(TOKENS) == {"device": 0, "host": 3, "usable": 3}
+                return
+            assert ticket.state is TicketState.REFUSED
+            cache.request_pages("a", 3)
+            cache.step(next(clock))
+            cache.finish_request("a", TOKENS)
+            drain(cache, clock)
+            cache.check_integrity()
+
+
+def drain(cache: HierarchicalCache, clock: Iterator[int]) -> None:
+    """Step until nothing is pending, a moment apart: storage answers from threads."""
+    while cache.has_pending():
+        cache.step(next(clock))
+        time.sleep(0.02)
 
 
 def test_without_a_store_it_says_so_and_leaves_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from cache.content import fill_pages, matches_pages
 from cache.copy_desk import CopyDesk
-from cache.mover import Direction, PartPlan
+from cache.mover import Direction, Part, PartPlan
 from cache.node import Tier
 from cache.page_pool import PagePool
 from cache.tensors import KVShape, KVTensors
@@ -36,6 +36,14 @@ class Desk:
         source, target = self.take(Tier.DEVICE, num_pages), self.take(Tier.HOST, num_pages)
         self.desk.add(Direction.TO_HOST, source, target, lambda ok: self.ended.append((name, ok)))
         return source, target
+
+
+def corrupts_first(direction: Direction, part: Part) -> PartPlan:
+    return PartPlan(corrupt=part.ticket == 1)
+
+
+def fails_second(direction: Direction, part: Part) -> PartPlan:
+    return PartPlan(ok=part.ticket != 2)
 
 
 def test_one_merged_copy_per_direction_however_many_parts() -> None:
@@ -69,7 +77,7 @@ def test_freed_pages_wait_in_limbo_for_their_copy() -> None:
 @pytest.mark.parametrize("verifies", [True, False])
 def test_wrong_bytes_count_as_failed_where_copies_are_verified(verifies: bool) -> None:
     desk = Desk(verifies=verifies)
-    desk.mover.plan_part = lambda direction, part: PartPlan(corrupt=part.ticket == 1)
+    desk.mover.plan_part = corrupts_first
     desk.back_up("a")
     desk.back_up("b")
     desk.desk.submit()
@@ -80,7 +88,7 @@ def test_wrong_bytes_count_as_failed_where_copies_are_verified(verifies: bool) -
 
 def test_a_failed_part_fails_alone() -> None:
     desk = Desk()
-    desk.mover.plan_part = lambda direction, part: PartPlan(ok=part.ticket != 2)
+    desk.mover.plan_part = fails_second
     for name in "abc":
         desk.back_up(name)
     desk.desk.submit()

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from cache.eviction import EvictionOrder, LeastRecentlyUsed
 from cache.node import Node, Residency, Tier
 from cache.radix_tree import RadixTree
-from tests.cache_world import PAGE_SIZE, prompt
+from tests.cache_world import PAGE_SIZE, no_note, prompt
 
 POLICY = LeastRecentlyUsed()
 
 
 def make_tree() -> RadixTree:
-    return RadixTree(PAGE_SIZE, POLICY, lambda tag, *values: None)
+    return RadixTree(PAGE_SIZE, POLICY, no_note)
 
 
 def fill(tree: RadixTree, text: str, tier: Tier) -> None:
@@ -63,7 +63,8 @@ def test_order_equals_a_full_sort_at_every_pop(calls: list[tuple[str, str]], see
             case "unpin" if pins:
                 tree.unpin_path(*pins.pop(choose.randrange(len(pins))))
             case _:
-                assert tree.order[tier].pop() is (node := slow_next(tree, tier))
+                node = slow_next(tree, tier)
+                assert tree.order[tier].pop() is node
                 if node is not None:
                     tree.place(node, tier, Residency.ABSENT)
     for node, tier in pins:

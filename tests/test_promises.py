@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cache.node import Residency, Tier
 from cache.ticket import TicketState
-from consensus.errors import Divergence, InternalError, RankStalled
+from consensus.errors import Divergence, InternalError, PeerError, RankStalled
 from consensus.participant import OutcomeKind
 from tests.cache_world import World, outcome, prompt
 
@@ -120,11 +124,11 @@ def test_one_collective(lag: int) -> None:
     shapes: set[tuple[int, ...]] = set()
     put = world.net.put
 
-    def watch(rank: int, index: int, vector: object) -> None:
-        shapes.add(vector.shape)  # type: ignore[attr-defined]
-        put(rank, index, vector)  # type: ignore[arg-type]
+    def watch(rank: int, index: Any, vector: NDArray[np.int64]) -> None:
+        shapes.add(vector.shape)
+        put(rank, index, vector)
 
-    world.net.put = watch  # type: ignore[method-assign]
+    world.net.put = watch
     world.step_all(5)
     busy(world)
     for cache in world.caches:
@@ -146,7 +150,7 @@ def test_one_outcome(lag: int) -> None:
     def breaks() -> None:
         raise MemoryError("no more")
 
-    world.caches[1].load_back.plan = breaks  # type: ignore[method-assign]
+    world.caches[1].load_back.plan = breaks
     errors: list[str] = []
     for cache in world.caches:
         cache.begin_step(world.iteration + 1)
@@ -154,7 +158,7 @@ def test_one_outcome(lag: int) -> None:
         for cache in world.caches:
             try:
                 cache.poll_step()
-            except Exception as error:
+            except PeerError as error:
                 errors.append(f"{type(error).__name__}: {error}")
         world.clock.now_s += 0.01
         if len(errors) >= 2:

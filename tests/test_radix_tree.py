@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache.carriage import Carriage
 from cache.eviction import LeastRecentlyUsed
-from cache.node import Node, Residency, Tier
+from cache.node import Carriage, Node, Residency, Tier
 from cache.radix_tree import RadixTree
 from consensus.errors import InternalError, Misuse
-from tests.cache_world import PAGE_SIZE, prompt
+from tests.cache_world import PAGE_SIZE, no_note, prompt
 
 ABSENT, RESERVED, COPYING, RESIDENT = Residency
 
@@ -26,7 +27,7 @@ PUBLISHED = st.sampled_from([COPYING, RESIDENT])
 
 
 def make_tree() -> RadixTree:
-    return RadixTree(PAGE_SIZE, LeastRecentlyUsed(), lambda tag, *values: None)
+    return RadixTree(PAGE_SIZE, LeastRecentlyUsed(), no_note)
 
 
 class Page:
@@ -269,7 +270,8 @@ def test_tokens_of_another_type_are_refused() -> None:
     """They would silently never match: the keys are their bytes."""
     tree = make_tree()
     tree.insert(prompt("ab"))
-    for wrong in (prompt("ab").astype(np.int64), prompt("ab").reshape(2, -1)):
+    wrongs: list[Any] = [prompt("ab").astype(np.int64), prompt("ab").reshape(2, -1)]
+    for wrong in wrongs:
         with pytest.raises(Misuse, match="int32"):
             tree.match(wrong)
         with pytest.raises(Misuse, match="int32"):
@@ -312,12 +314,16 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
     tree.check_integrity()
 
 
+def _tell(story: list[object], *note: object) -> None:
+    story.append(note)
+
+
 def test_the_same_calls_give_the_same_notes() -> None:
     """Ids and recency come from a logical clock: two ranks write the same journal."""
     stories: list[list[object]] = []
     for first_page in (0, 100):
         story: list[object] = []
-        tree = RadixTree(PAGE_SIZE, LeastRecentlyUsed(), lambda *note, to=story: to.append(note))
+        tree = RadixTree(PAGE_SIZE, LeastRecentlyUsed(), partial(_tell, story))
         (node,) = tree.insert(prompt("abc"))
         tree.place(node, Tier.DEVICE, RESIDENT, [first_page, first_page + 1, first_page + 2])
         tree.match(prompt("abd"))

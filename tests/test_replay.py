@@ -227,6 +227,7 @@ def test_lru_is_within_a_point_of_an_lru_over_blocks(
     assert abs(report["hit_rate"] - block_lru(read_trace(path), capacity)) <= 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name, hits, blocks, capacity",

@@ -9,11 +9,11 @@ from cache.node import Node, Residency, Tier
 from cache.radix_tree import RadixTree
 from cache.requests import RequestTable
 from consensus.errors import Misuse
-from tests.cache_world import PAGE_SIZE, prompt
+from tests.cache_world import PAGE_SIZE, no_note, prompt
 
 
 def make() -> tuple[RadixTree, RequestTable, list[Node]]:
-    tree = RadixTree(PAGE_SIZE, LeastRecentlyUsed(), lambda tag, *values: None)
+    tree = RadixTree(PAGE_SIZE, LeastRecentlyUsed(), no_note)
     for text in ("ab", "abcd", "xy"):
         for node in tree.insert(prompt(text)):
             if not node.device.state:
@@ -24,8 +24,10 @@ def make() -> tuple[RadixTree, RequestTable, list[Node]]:
 def test_digest_names_who_lives_not_when_they_came() -> None:
     _, one, _ = make()
     _, two, _ = make()
-    one.open("a"), one.open("b"), one.open("c")
-    two.open("c"), two.open("b")
+    for name in "abc":
+        one.open(name)
+    for name in "cb":
+        two.open(name)
     assert one.digest != two.digest
     one.close(one.require("a"))
     assert one.digest == two.digest

@@ -165,8 +165,8 @@ def test_conformance(backend: MooncakeBackend) -> None:
     )
 
 
-def test_calls(master: Master) -> None:
-    check_calls(open_here(master))
+def test_calls(mortal: Master) -> None:
+    check_calls(open_here(mortal))
 
 
 def test_a_missing_key_is_a_miss_also_beside_others(backend: MooncakeBackend) -> None:
@@ -380,7 +380,7 @@ def test_close_waits_for_calls_and_later_ones_do_not_reach_the_store(master: Mas
 
     backend._load = slow  # pyright: ignore[reportAttributeAccessIssue]
     results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(backend.get([key_of(1)])))
+    thread = threading.Thread(target=lambda: results.append(backend.get([key_of(999)])))
     thread.start()
     assert entered.wait(LONG_S)
     assert not backend.close(0.05)

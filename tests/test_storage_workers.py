@@ -360,87 +360,98 @@ def test_workers_that_nobody_closed_end_their_threads() -> None:
         assert not thread.is_alive()
 
 
+FAULTS = [
+    NO_PAGE_FAULT,
+    NO_PAGE_FAULT,
+    PagePlan(delay_collects=1),
+    PagePlan(delay_collects=None),
+    PagePlan(ok=False),
+    PagePlan(corrupt=True),
+    PagePlan(miss=True, delay_collects=1),
+]
+NUMBERS = st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True)
+
+
+class Alike(RuleBasedStateMachine):
+    """No two open requests name one page: which of them comes first is nobody's promise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan: list[PagePlan] = []
+        self.ticket = 0
+        self.both: list[WorkersBase] = [
+            StorageWorkers(MemoryBackend(1 << 20), plan_page=self.next_plan(0)),
+            DeferredWorkers(MemoryBackend(1 << 20), plan_page=self.next_plan(1)),
+        ]
+        self.at = [0, 0]
+
+    def next_plan(self, which: int) -> PlanPage:
+        def plan(site: str, key: bytes) -> PagePlan:
+            self.at[which] += 1
+            return self.plan[self.at[which] - 1]
+
+        return plan
+
+    def open_keys(self) -> set[bytes]:
+        requests = [opened.request for opened in self.both[0]._open.values()]
+        return {one.key(index) for one in requests for index in range(one.num_pages)}
+
+    @rule(
+        make=st.sampled_from([put, get, exists]),
+        numbers=NUMBERS,
+        chosen=st.lists(st.sampled_from(FAULTS), min_size=5, max_size=5),
+    )
+    def submit(
+        self,
+        make: Callable[..., StorageRequest],
+        numbers: list[int],
+        chosen: list[PagePlan],
+    ) -> None:
+        numbers = [number for number in numbers if key_of(number) not in self.open_keys()]
+        if not numbers:
+            return
+        self.plan, self.at = chosen, [0, 0]
+        self.ticket += 1
+        assert [one.submit(make(self.ticket, *numbers)) for one in self.both] == [True, True]
+        self.collect()
+
+    @rule()
+    def collect(self) -> None:
+        threaded, deferred = (ended(workers) for workers in self.both)
+        assert threaded == deferred
+
+    @rule()
+    def heal(self) -> None:
+        for workers in self.both:
+            workers.heal()
+        self.collect()
+
+    @rule(which=st.integers(0, 9))
+    def abandon(self, which: int) -> None:
+        open_now = list(self.both[0]._open)
+        if open_now:
+            ticket = open_now[which % len(open_now)]
+            one, other = (workers.abandon(ticket) for workers in self.both)
+            assert one == other
+
+    @invariant()
+    def nothing_wrong_is_stored_or_kept_open(self) -> None:
+        assert self.both[0].in_flight == self.both[1].in_flight
+        for workers in self.both:
+            for number in range(6):
+                if key_of(number) in self.open_keys():
+                    continue
+                assert workers.backend.get([key_of(number)])[0] in (None, page_of(number))
+
+    def teardown(self) -> None:
+        for workers in self.both:
+            workers.heal()
+        self.collect()
+        assert self.both[0].in_flight == 0
+        assert all(workers.close(LONG_S) for workers in self.both)
+
+
 def test_both_kinds_end_alike_under_the_same_faults() -> None:
-    plans = [
-        NO_PAGE_FAULT,
-        NO_PAGE_FAULT,
-        PagePlan(delay_collects=1),
-        PagePlan(delay_collects=None),
-        PagePlan(ok=False),
-        PagePlan(corrupt=True),
-        PagePlan(miss=True, delay_collects=1),
-    ]
-    numbers = st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True)
-
-    class Alike(RuleBasedStateMachine):
-        """Requests one after the other, since two threads may carry two out in any order."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.plan: list[PagePlan] = []
-            self.ticket = 0
-            self.both: list[WorkersBase] = [
-                StorageWorkers(MemoryBackend(1 << 20), plan_page=self.next_plan(0)),
-                DeferredWorkers(MemoryBackend(1 << 20), plan_page=self.next_plan(1)),
-            ]
-            self.at = [0, 0]
-
-        def next_plan(self, which: int) -> PlanPage:
-            def plan(site: str, key: bytes) -> PagePlan:
-                self.at[which] += 1
-                return self.plan[self.at[which] - 1]
-
-            return plan
-
-        @rule(
-            make=st.sampled_from([put, get, exists]),
-            numbers=numbers,
-            chosen=st.lists(st.sampled_from(plans), min_size=5, max_size=5),
-        )
-        def submit(
-            self,
-            make: Callable[..., StorageRequest],
-            numbers: list[int],
-            chosen: list[PagePlan],
-        ) -> None:
-            self.plan, self.at = chosen, [0, 0]
-            self.ticket += 1
-            assert [one.submit(make(self.ticket, *numbers)) for one in self.both] == [True, True]
-            self.collect()
-
-        @rule()
-        def collect(self) -> None:
-            threaded, deferred = (ended(workers) for workers in self.both)
-            assert threaded == deferred
-
-        @rule()
-        def heal(self) -> None:
-            for workers in self.both:
-                workers.heal()
-            self.collect()
-
-        @rule(which=st.integers(0, 9))
-        def abandon(self, which: int) -> None:
-            open_now = list(self.both[0]._open)
-            if open_now:
-                ticket = open_now[which % len(open_now)]
-                one, other = (workers.abandon(ticket) for workers in self.both)
-                assert one == other
-
-        @invariant()
-        def nothing_wrong_is_stored_or_kept_open(self) -> None:
-            assert self.both[0].in_flight == self.both[1].in_flight
-            for workers in self.both:
-                for number in range(6):
-                    assert workers.backend.get([key_of(number)])[0] in (None, page_of(number))
-
-        def teardown(self) -> None:
-            for workers in self.both:
-                workers.heal()
-            self.collect()
-            assert self.both[0].in_flight == 0
-            assert all(workers.close(LONG_S) for workers in self.both)
-
     run_state_machine_as_test(Alike)
 
 

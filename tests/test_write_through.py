@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
+from cache.hierarchical_cache import HierarchicalCache
 from cache.mover import PartPlan
 from cache.node import Residency, Tier
 from cache.transfer import DeferredMover
+from cache.write_through import WriteThrough
 from consensus.participant import OutcomeKind
 from tests.cache_world import World, prompt
 
@@ -31,6 +35,11 @@ def queue(world: World, text: str) -> None:
     world.each(lambda cache: cache.backup.add_path(cache.tree.match(prompt(text))))
 
 
+def backups(cache: HierarchicalCache) -> WriteThrough:
+    assert isinstance(cache.backup, WriteThrough)
+    return cache.backup
+
+
 # -- the queue -----------------------------------------------------------------------------------
 
 
@@ -40,7 +49,7 @@ def test_add_only_queues() -> None:
     resident(world, "abcd")
     before = [cache.journal.fingerprint for cache in world.caches]
     charged = world.caches[0].manager.ledger.charged("host")
-    world.each(lambda cache: cache.backup.add(cache.tree.walk(prompt("abcd"))[0][0]))
+    world.each(lambda cache: backups(cache).add(cache.tree.walk(prompt("abcd"))[0][0]))
     assert [cache.journal.fingerprint for cache in world.caches] == before
     assert world.pinned() == {DEVICE: 0, HOST: 0}
     assert world.caches[0].manager.ledger.charged("host") == charged
@@ -103,7 +112,7 @@ def test_ancestors_first(lag: int) -> None:
         resident(world, text)
     for cache in world.caches:
         for node in reversed(cache.tree.match(prompt("abcdef"))):
-            cache.backup.add(node)
+            backups(cache).add(node)
     world.step_all(1 + lag)
     assert world.peek("abcdef")["host"] == 6
     world.drain()
@@ -162,7 +171,12 @@ def test_a_full_table_of_slots_is_noticed_once_per_step() -> None:
     world.step()
     asked: list[int] = []
     make_room = cache.tiers.make_room
-    cache.tiers.make_room = lambda tier, n: asked.append(n) or make_room(tier, n)
+
+    def watch(tier: Tier, num_pages: int, side: Mapping[str, int] | None = None) -> bool:
+        asked.append(num_pages)
+        return make_room(tier, num_pages, side)
+
+    cache.tiers.make_room = watch
     world.step()
     assert len(asked) <= 1
     assert cache.backup.num_queued == 24
