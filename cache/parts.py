@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from cache.backup import Backup
 from cache.buffer_flush import BufferFlush
 from cache.config import CacheConfig, schema_of
 from cache.copy_desk import CopyDesk
@@ -92,7 +93,7 @@ class Parts:
             None if storage is None else StorageTier(self.tiers, storage, self.event_log, config)
         )
         self.insertion = Insertion(self.tiers)
-        self.backup = self._make_backup()
+        self.backup: WriteThrough | WriteBack | BufferFlush = self._make_backup()
         waiting_max = config.waiting_tickets_max
         self.insert_line = InsertLine(
             self.tree, self.requests, self.insertion, self.backup, waiting_max=waiting_max
@@ -203,7 +204,8 @@ class Parts:
 
     def counts(self) -> dict[str, int]:
         """Counters since the start: intents, pages and copies."""
-        write, load, storage = self.backup, self.load_back, self.storage
+        write: Backup = self.backup
+        load, storage = self.load_back, self.storage
         fetch = storage.prefetch if storage is not None else None
         submitted = self.tiers.desk.mover.submitted
         aborts = write.num_aborts + write.num_no_room + load.num_aborts + load.num_no_room

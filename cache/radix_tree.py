@@ -183,8 +183,8 @@ class RadixTree:
 
         So ``num_evictable`` never counts a page that something below it keeps in the tier.
         """
-        above: Node | None = node
-        while above is not None and above.parent is not None:
+        above = node
+        while above.parent is not None:
             presence = above.at(tier)
             before, after = presence.standing, _standing(presence)
             if before is after:

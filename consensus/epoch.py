@@ -35,6 +35,8 @@ __all__ = [
     "judge",
 ]
 
+#: Before every step: all who wait, whatever for, report at once.
+_NOW = "0 0"
 _LATE, _SETTLED, _GIVEN_UP = "late", b"settled", b"given up"
 
 
@@ -60,7 +62,9 @@ class Locator(Protocol):
 class Closer:
     """Carries one rank through the closing of one epoch. Poll it until it returns the seal.
 
-    An epoch whose end was only observed can be closed again: in the next ``round``.
+    An epoch whose end was only observed can be closed again: in the next ``round``. ``group_epoch``
+    is the epoch in which the group was formed: all ranks of a group meet under it, also where some
+    of them have ended an epoch by a call that the others did not make.
     """
 
     def __init__(
@@ -72,10 +76,12 @@ class Closer:
         epoch: int,
         locator: Locator,
         policy: Policy | None = None,
+        group_epoch: int | None = None,
         round_number: int = 0,
     ) -> None:
         self.rank = rank
         self.epoch = epoch
+        self.group_epoch = epoch if group_epoch is None else group_epoch
         self.round_number = round_number
         self._store = store
         self._ranks = tuple(ranks)
@@ -93,7 +99,10 @@ class Closer:
         and at the same place of its loop as they, which is where a new epoch can begin.
         """
         mark = self._store.get(self._key("closing"))
-        return mark is not None and int(mark) <= step
+        if mark is None:
+            return False
+        epoch, _, waits_for = mark.partition(b" ")
+        return (int(epoch), int(waits_for)) <= (self.epoch, step)
 
     def claim_settled(self, step: int) -> bool:
         """A straggler wants to settle ``step``: True unless others have given it up already."""
@@ -115,8 +124,8 @@ class Closer:
         self._look_at = now_s + grace_s / 4
         self._give_up_at = now_s + grace_s
         self._store.set(self._key("report", self.rank), msgspec.msgpack.encode(report))
-        waits_for = report.at_step if report.cause == "mismatch" else 0
-        self._store.set(self._key("closing"), str(waits_for).encode())
+        at = f"{self.epoch} {report.at_step}" if report.cause == "mismatch" else _NOW
+        self._store.set(self._key("closing"), at.encode())
 
     def poll(self, now_s: float) -> Seal | None:
         """The seal, once it stands; ``None``: others may still report, ask again."""
@@ -136,7 +145,7 @@ class Closer:
             standing = self._store.compare_set(
                 self._key("seal"), None, msgspec.msgpack.encode(seal)
             )
-            self._store.set(self._key("closing"), b"0")  # nobody waits for anything any more
+            self._store.set(self._key("closing"), _NOW.encode())
         return msgspec.msgpack.decode(standing, type=Seal)
 
     def _is_looking(self, now_s: float) -> bool:
@@ -165,7 +174,7 @@ class Closer:
 
     def _key(self, *parts: object) -> str:
         rounds = ("round", self.round_number) if self.round_number else ()
-        return "/".join(str(part) for part in ("epoch", self.epoch, *rounds, *parts))
+        return "/".join(str(part) for part in ("epoch", self.group_epoch, *rounds, *parts))
 
 
 class Introduction(msgspec.Struct, frozen=True):

@@ -37,12 +37,11 @@ def judge(
     Divergence is named before a broken rank, that before a stall, because a stall is often the
     consequence. The seal carries all verdicts that are held: a missing rank may lack any of them.
     """
-    through = max((report.settled for report in reports.values()), default=0)
+    epoch = _epoch_of_most(reports, epoch)
+    there = [report for report in reports.values() if report.epoch in (-1, epoch)]
+    through = max((report.settled for report in there), default=0)
     verdicts = {
-        step: vector
-        for report in reports.values()
-        for step, vector in report.held.items()
-        if step <= through
+        step: vector for report in there for step, vector in report.held.items() if step <= through
     }
     causes = {report.cause for report in reports.values()}
     if "mismatch" in causes:
@@ -56,6 +55,12 @@ def judge(
     then = "raise" if missing else _then(error, reports, policy)
     lost = () if then in ("raise", "observe") else _lost(reports)
     return Seal(error, through, verdicts, then, lost)
+
+
+def _epoch_of_most(reports: Mapping[int, Report], epoch: int) -> int:
+    """The epoch in which most of those who report are; ``epoch`` where they do not say."""
+    counts = Counter(report.epoch for report in reports.values() if report.epoch >= 0)
+    return max(counts, key=lambda one: (counts[one], -one)) if counts else epoch
 
 
 def _then(error: SealedError, reports: Mapping[int, Report], policy: Policy) -> str:
@@ -220,8 +225,9 @@ def _stall(
     reports: Mapping[int, Report], missing: Mapping[int, LastSeen | None], epoch: int
 ) -> SealedError:
     # Who was asked says where it is itself, not what the others wait for.
-    waited_for = [report.at_step for report in reports.values() if report.cause != "asked"]
-    at_step = min(waited_for or [report.at_step for report in reports.values()])
+    told = [report for report in reports.values() if report.cause != "asked"]
+    wanted = min((report.epoch, report.at_step) for report in told or reports.values())
+    at_step = wanted[1]
     late = _late(reports, at_step)
     named = sorted({*missing, *late})
     if not named:

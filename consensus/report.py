@@ -64,7 +64,7 @@ class Report(msgspec.Struct, frozen=True):
 
     rank: int
     cause: str
-    at_step: int
+    at_step: int  # of ``epoch``, like all steps here; 0: a ballot of the epoch before
     posted: int
     settled: int
     headers: dict[int, Header]
@@ -75,6 +75,7 @@ class Report(msgspec.Struct, frozen=True):
     live: dict[str, int] = {}
     kept: int = 0
     pools: dict[str, dict[str, int]] = {}
+    epoch: int = -1  # after an agreed call on some ranks only not all are in the same
     pending: list[str] = []
     phase: str = ""
     waited_s: float = 0.0
@@ -128,6 +129,8 @@ class SealedError(msgspec.Struct, frozen=True):
 
 class Seal(msgspec.Struct, frozen=True):
     """The end of an epoch: settle through ``through`` with ``verdicts``, then do ``then``.
+
+    Whoever is not in the epoch of the error has nothing to settle.
 
     ``then`` is ``raise``, ``reset``, ``detach`` or ``observe``. ``lost`` are live requests that are
     not the same everywhere: a new epoch does not carry them over.

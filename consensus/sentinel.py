@@ -39,7 +39,7 @@ class Sentinel:
     """Looks at the works in flight of ``stepper``; ``alarm`` is what it has found, once.
 
     ``start`` runs it on a thread of its own; a simulator calls ``look`` instead. ``store`` should
-    bound its calls. What is found stands in the store under ``epoch/<e>/alarm/<rank>``.
+    bound its calls. What is found stands in the store under ``epoch/<of the group>/alarm/<epoch>/<rank>``.
     """
 
     def __init__(
@@ -152,9 +152,8 @@ class Sentinel:
                 "rank %d has not reacted yet, it is %s: %s", mine.rank, stage, self.alarm.build()
             )
 
-    @staticmethod
-    def _key(epoch: int, rank: int) -> str:
-        return f"epoch/{epoch}/alarm/{rank}"
+    def _key(self, epoch: int, rank: int) -> str:
+        return f"epoch/{self._stepper.succession.group_epoch}/alarm/{epoch}/{rank}"
 
 
 def _tail(journal: Journal) -> list[Entry]:

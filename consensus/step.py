@@ -428,6 +428,8 @@ class Stepper:
 
     def _settle_through(self, seal: Seal) -> None:
         """Settle what any rank has settled, so that a step is settled on all ranks or on none."""
+        if seal.error.epoch != self.manager.epoch:
+            return
         while (step := self.manager.settled_step + 1) <= min(seal.through, self.manager.step):
             vector = seal.verdicts.get(step)
             if vector is None:

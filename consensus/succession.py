@@ -78,6 +78,7 @@ class Succession:
         self.endings: Counter[str] = Counter()
         self.incident: Incident | None = None
         self.num_resets = 0
+        self.group_epoch = manager.epoch
         self._manager = manager
         self._group = group
         self._store = store
@@ -122,6 +123,7 @@ class Succession:
             held={step: vector.tolist() for step, vector in held.items()},
             broken_rank=broken_rank,
             detail=detail,
+            epoch=manager.epoch,
             live=self._carrier.live(),
             kept=self._carrier.kept(),
             pools=self._carrier.pools(),
@@ -172,6 +174,7 @@ class Succession:
             return None
         self._opener = None
         self._group = self._regroup(self._manager.epoch + 1)
+        self.group_epoch = self._manager.epoch + 1
         self.restart(agree([found[rank] for rank in sorted(found)]))
         self.num_resets += 1
         self._resets_at.append(self._group.now())
@@ -184,7 +187,8 @@ class Succession:
     def restart(self, usable: dict[str, int]) -> None:
         """Begin the next epoch with ``usable`` pages on every rank."""
         self._carrier.restart(self._manager.epoch + 1, usable)
-        self.closer = self._new_closer()
+        is_new_group = self.group_epoch == self._manager.epoch
+        self.closer = self._new_closer(0 if is_new_group else self.closer.round_number)
 
     def _new_closer(self, round_number: int = 0) -> Closer:
         return Closer(
@@ -194,5 +198,6 @@ class Succession:
             epoch=self._manager.epoch,
             locator=self._locator,
             policy=self._policy,
+            group_epoch=self.group_epoch,
             round_number=round_number,
         )

@@ -10,18 +10,20 @@ from collections.abc import Callable
 from itertools import takewhile
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from cache.content import page_hashes
 from cache.hierarchical_cache import StepResult
 from cache.node import Residency, Tier
-from cache.storing import STORAGE
 from cache.ticket import Ticket, TicketState
 from consensus.errors import InternalError, KvpactError
 from consensus.report import Incident
 from harness.checkers import Snapshot, snapshot
 from harness.engine import Engine
 from harness.faults import FaultBoard
-from harness.promises import broken_promises
+from harness.listener import Listener
+from harness.promises import broken_promises, leftovers
 from harness.rank import Rank
 from harness.scenario_model import (
     Abort,
@@ -119,9 +121,9 @@ class Agent:
         self._iteration = 0
         self._tickets: dict[str, Ticket] = {}
         self._fetches: dict[str, Ticket] = {}
-        self._stored: set[int] = set()  # membership only: hashes of pages that every rank stored
         self._holding: set[str] = set()
         self._engine = Engine(rank)
+        self._listener = Listener(rank, _prompts(scenario))
 
     def program(self) -> Program:
         """All entries in order. Ends early where the rank stalls or dies."""
@@ -143,6 +145,7 @@ class Agent:
                 self._note_error(entry, error)
                 if isinstance(error, InternalError):
                     return
+        self.record.broken += self._listener.wrong_in_storage()
 
     # -- entries ---------------------------------------------------------------------------------
 
@@ -233,8 +236,10 @@ class Agent:
     def _drain(self, entry: Drain) -> Program:
         for _ in range(entry.max_steps):
             if not self.cache.has_pending():
-                return
+                break
             yield from self._step()
+        if not self.cache.has_pending():
+            self.record.broken += leftovers(self.cache)
         if self.cache.has_pending():
             waiting = [repr(intent) for intent in self.cache.manager.open_intents]
             self.record.broken.append(
@@ -293,7 +298,9 @@ class Agent:
         self._let_go()
         self.cache.check_integrity()
         self.record.broken += self.rank.wrong_bytes() + broken_promises(self.cache)
-        self.record.snapshots.append(snapshot(self.cache))
+        self.record.broken += self._listener.hear(self.cache.events())
+        self.record.broken += self._listener.differences()
+        self.record.snapshots.append(snapshot(self.cache, events=self._listener.digest))
 
     def _lose_a_node(self) -> None:
         """The tree of this rank alone drops its least recently used unpinned leaf."""
@@ -361,16 +368,23 @@ class Agent:
 
     def _stored_pages(self, text: str) -> int:
         """Leading pages of a prefix whose storage write ended well on every rank."""
-        for event in self.cache.events():
-            if event.tier == STORAGE:
-                self._stored.update(event.pages)
         hashes = page_hashes(expand(parse_ranges(text)), self.scenario.world.page_size)
-        return sum(1 for _ in takewhile(self._stored.__contains__, hashes))
+        return sum(1 for _ in takewhile(self._listener.stored.__contains__, hashes))
 
     def _is_right(self, text: str) -> int:
         """1: all of the prefix that is on DEVICE has the right bytes."""
         nodes, _ = self.cache.tree.walk(expand(parse_ranges(text)))
         return int(not self.rank.wrong_bytes([n for n in nodes if n.device.is_published]))
+
+
+def _prompts(scenario: Scenario) -> list[tuple[NDArray[np.int32], str]]:
+    """Every prompt that the file names, with its namespace."""
+    prompts = [
+        (entry.tokens, entry.namespace)
+        for entry in scenario.do
+        if isinstance(entry, Insert | LoadBack | Prefetch | Admit)
+    ]
+    return [(expand(tokens), namespace) for tokens, namespace in dict.fromkeys(prompts)]
 
 
 def _brought(ticket: Ticket) -> int:

@@ -6,7 +6,7 @@ comparing what the ranks say of themselves after the same step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import xxhash
@@ -20,7 +20,8 @@ __all__ = ["Snapshot", "compare", "hashes_of", "snapshot", "tree_lines", "wrong_
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What must be equal on all ranks after one step; ``tree`` digests a full walk (0: no walk)."""
+    """What must be equal on all ranks after one step; ``tree`` digests a full walk (0: no walk),
+    ``events`` all that was told so far."""
 
     rank: int
     epoch: int
@@ -32,12 +33,13 @@ class Snapshot(msgspec.Struct, frozen=True):
     pinned: tuple[int, ...]
     num_open: int
     tree: int
+    events: int = 0
 
 
 _AGREED = tuple(name for name in Snapshot.__struct_fields__ if name != "rank")
 
 
-def snapshot(cache: HierarchicalCache, *, walk: bool = True) -> Snapshot:
+def snapshot(cache: HierarchicalCache, *, walk: bool = True, events: int = 0) -> Snapshot:
     """The agreed state of one rank; ``walk`` includes a digest of the whole tree."""
     manager = cache.manager
     tree = 0
@@ -50,10 +52,11 @@ def snapshot(cache: HierarchicalCache, *, walk: bool = True) -> Snapshot:
         settled=manager.settled_step,
         fingerprint=cache.journal.fingerprint,
         live=cache.requests.digest,
-        charged=tuple(manager.ledger.charged(tier.value) for tier in Tier),
+        charged=tuple(manager.ledger.charged(pool) for pool in manager.schema.pools),
         pinned=tuple(cache.tree.num_pinned[tier] for tier in Tier),
         num_open=len(manager.open_intents),
         tree=tree,
+        events=events,
     )
 
 
@@ -63,8 +66,19 @@ def tree_lines(cache: HierarchicalCache) -> list[str]:
         f"{node.node_id} {node.parent.node_id if node.parent else 0} {node.namespace}"
         f" {node.last_access} {node.num_pages} {xxhash.xxh3_64_hexdigest(node.tokens.tobytes())}"
         f" {node.device.state:d}/{node.device.pins} {node.host.state:d}/{node.host.pins}"
+        f" {node.hits} {node.priority} {node.is_queued:d}{node.is_stored:d}{node.is_dropped:d}"
+        f" {_side_counts(node)}"
         for node in cache.tree.nodes()
     ]
+
+
+def _side_counts(node: Node) -> str:
+    """Where it has side pages, by tier and pool, without page ids."""
+    return " ".join(
+        f"{tier.value}.{name}{[position for position, _ in pages]}"
+        for tier in Tier
+        for name, pages in sorted(node.at(tier).side.items())
+    )
 
 
 def compare(snapshots: Iterable[Snapshot]) -> list[str]:
@@ -96,26 +110,55 @@ def hashes_of(cache: HierarchicalCache, node: Node) -> list[int]:
 
 
 def wrong_bytes(
-    cache: HierarchicalCache, tensors: Mapping[Tier, KVTensors], nodes: Iterable[Node] | None = None
+    cache: HierarchicalCache,
+    tensors: Mapping[Tier, KVTensors],
+    nodes: Iterable[Node] | None = None,
+    side: Mapping[str, Mapping[Tier, KVTensors]] | None = None,
 ) -> list[str]:
     """Resident pages whose bytes are not what was computed for their prefix on this rank."""
-    found: list[str] = []
-    known: dict[int, int] = {}
+    known: dict[int, Sequence[int]] = {}
+    pages: dict[tuple[str, Tier], list[int]] = {}
+    wanted: dict[tuple[str, Tier], list[int]] = {}
+    owners: dict[tuple[str, Tier], list[Node]] = {}
+
+    def expect(name: str, tier: Tier, node: Node, page: int, page_hash: int) -> None:
+        pages.setdefault((name, tier), []).append(page)
+        wanted.setdefault((name, tier), []).append(page_hash)
+        owners.setdefault((name, tier), []).append(node)
+
     for node in cache.tree.nodes() if nodes is None else nodes:
-        parent = node.parent
-        if parent is not None and parent.node_id in known:
-            hashes = page_hashes(node.tokens, cache.config.page_size, known[parent.node_id])
-        else:
-            hashes = hashes_of(cache, node)
-        known[node.node_id] = hashes[-1]
+        hashes = known[node.node_id] = _hashes_below(cache, node, known)
+        if _may_be_void(node):
+            continue
         for tier in Tier:
             presence = node.at(tier)
-            if presence.state is not Residency.RESIDENT or _may_be_void(node):
+            if presence.state is not Residency.RESIDENT:
                 continue
-            right = matches_pages(tensors[tier], presence.pages, hashes, cache.rank)
-            if not all(right):
-                found.append(f"rank {cache.rank}: {node!r} has wrong bytes in {tier.value}")
+            for page, page_hash in zip(presence.pages, hashes, strict=True):
+                expect("", tier, node, page, page_hash)
+            for name in side or ():
+                for position, page in presence.side.get(name, []):
+                    expect(name, tier, node, page, hashes[position])
+    found: list[str] = []
+    for (name, tier), where in pages.items():
+        memory = side[name][tier] if name and side is not None else tensors[tier]
+        # All pages of a pool in one comparison: a tree has many nodes, and this runs every step.
+        right = matches_pages(memory, where, wanted[name, tier], cache.rank)
+        wrong = [node for node, good in zip(owners[name, tier], right, strict=True) if not good]
+        found += [
+            f"rank {cache.rank}: {node!r} has wrong bytes in {name}{'.' * bool(name)}{tier.value}"
+            for node in {node.node_id: node for node in wrong}.values()
+        ]
     return found
+
+
+def _hashes_below(
+    cache: HierarchicalCache, node: Node, known: Mapping[int, Sequence[int]]
+) -> list[int]:
+    above = node.parent
+    if above is not None and above.node_id in known:
+        return page_hashes(node.tokens, cache.config.page_size, known[above.node_id][-1])
+    return hashes_of(cache, node)
 
 
 def _may_be_void(node: Node) -> bool:

@@ -6,12 +6,14 @@ older than their bound, queues are bounded, and a step makes one collective.
 
 from __future__ import annotations
 
+from cache.buffer_flush import BufferFlush
 from cache.hierarchical_cache import HierarchicalCache
-from cache.node import Node, Residency, Tier
+from cache.node import STORAGE, Node, Residency, Tier
+from cache.write_back import WriteBack
 from consensus.participant import Intent
 from consensus.transaction import State
 
-__all__ = ["broken_promises"]
+__all__ = ["broken_promises", "leftovers"]
 
 
 def broken_promises(cache: HierarchicalCache) -> list[str]:
@@ -23,8 +25,28 @@ def broken_promises(cache: HierarchicalCache) -> list[str]:
     return [f"{where}: {line}" for line in found]
 
 
+def leftovers(cache: HierarchicalCache) -> list[str]:
+    """What is still there although nothing is pending."""
+    found: list[str] = []
+    if isinstance(cache.backup, WriteBack) and cache.backup.num_underway:
+        found.append(f"{cache.backup.num_underway} pages count as being demoted")
+    if isinstance(cache.backup, BufferFlush):
+        staging = cache.tiers.pools[Tier.HOST]
+        if staging.num_out:
+            found.append(f"{staging.num_out} staging pages are out")
+    if cache.storage is not None and cache.manager.ledger.charged(STORAGE):
+        found.append(f"{cache.manager.ledger.charged(STORAGE)} places in the storage's queue")
+    if not len(cache.requests) and cache.orphans.pages:
+        found.append(f"device pages {cache.orphans.pages} are orphaned, but no request is live")
+    return [f"rank {cache.rank}: nothing is pending, but {line}" for line in found]
+
+
 def _node(cache: HierarchicalCache, node: Node) -> list[str]:
     found: list[str] = []
+    staged = node.host
+    is_idle = staged.is_published and not staged.pins and not staged.num_children
+    if cache.config.mode == "buffer_only" and is_idle:
+        found.append(f"{node!r} is on HOST, which is staging, and no load needs it")
     for tier in Tier:
         presence = node.at(tier)
         if presence.state is Residency.ABSENT:
@@ -84,9 +106,14 @@ def _bounds(cache: HierarchicalCache) -> list[str]:
         "open intents": (len(manager.open_intents), config.num_slots),
         "nodes to back up": (cache.backup.num_queued, config.write_queue_nodes_max),
         "loads that wait": (cache.load_back.num_waiting, config.waiting_tickets_max),
+        "inserts that wait": (cache.insert_line.num_waiting, config.waiting_tickets_max),
         "page tickets that wait": (cache.engine_pages.num_waiting, config.waiting_tickets_max),
     }
     found += [f"{name}: {size} > {most}" for name, (size, most) in bounds.items() if size > most]
+    if isinstance(cache.backup, WriteBack):
+        leaving = sum(carriage.num_pages for carriage in cache.backup.held())
+        if leaving != cache.backup.num_underway:
+            found.append(f"{cache.backup.num_underway} pages count as demoted, {leaving} are")
     for tier in Tier:
         ledger, name = manager.ledger, tier.value
         most = cache.config.device_pages if tier is Tier.DEVICE else cache.config.host_pages

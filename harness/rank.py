@@ -12,7 +12,7 @@ from cache.mover import Mover, PlanPart
 from cache.node import Node, Tier
 from cache.page_pool import PagePool
 from cache.side_pools import SidePool, SideSpec
-from cache.storage import Identity, PageKeys, Workers
+from cache.storage import BackendBase, Identity, PageKeys, Workers
 from cache.storage_desk import StorageDesk
 from cache.tensors import KVTensors
 from consensus.epoch import Locator
@@ -46,15 +46,18 @@ class Rank:
         plan_part: PlanPart | None = None,
         device: str = "cpu",
         workers: Workers | None = None,
+        backend: BackendBase | None = None,
         side_pools: Mapping[str, Mapping[Tier, PagePool]] | None = None,
     ) -> None:
         self.tensors = make_tensors(config, device)
         self.mover = make_mover(self.tensors[Tier.DEVICE], self.tensors[Tier.HOST], plan_part)
         self.workers = workers
+        self.backend = backend
+        self.keys: PageKeys | None = None
         desk: StorageDesk | None = None
         if workers is not None:
-            keys = PageKeys(identity_of(config, group.rank, group.size))
-            desk = StorageDesk(workers, keys, pools[Tier.HOST], self.tensors[Tier.HOST])
+            self.keys = PageKeys(identity_of(config, group.rank, group.size))
+            desk = StorageDesk(workers, self.keys, pools[Tier.HOST], self.tensors[Tier.HOST])
         self.side = [
             self._side_pool(config, spec, (side_pools or {})[spec.name], make_mover)
             for spec in config.side_pools
@@ -99,13 +102,23 @@ class Rank:
             self.workers.close()
 
     def compute(self, nodes: list[Node], pages: list[int]) -> None:
-        """Write what an engine would compute for ``nodes`` into device ``pages``, in order."""
+        """Write what an engine would compute for ``nodes`` into device ``pages``, in order, and
+        into the side pages that were reserved with them."""
         hashes = [page_hash for node in nodes for page_hash in hashes_of(self.cache, node)]
         fill_pages(self.tensors[Tier.DEVICE], pages, hashes, self.cache.rank)
+        carriage = nodes[0].device.carriage
+        for side in self.side:
+            held = [] if carriage is None else carriage.side.get(side.spec.name, [])
+            own = [hashes[position] for position, _ in held]
+            fill_pages(side.mover.device, [page for _, page in held], own, self.cache.rank)
 
     def wrong_bytes(self, nodes: list[Node] | None = None) -> list[str]:
         """See :func:`harness.checkers.wrong_bytes`."""
-        return wrong_bytes(self.cache, self.tensors, nodes)
+        side = {
+            one.spec.name: {Tier.DEVICE: one.mover.device, Tier.HOST: one.mover.host}
+            for one in self.side
+        }
+        return wrong_bytes(self.cache, self.tensors, nodes, side)
 
 
 def identity_of(config: CacheConfig, rank: int, num_ranks: int) -> Identity:

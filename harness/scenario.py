@@ -194,6 +194,7 @@ def _sim_agent(
     board = FaultBoard()
     config = world_config(scenario.world, rank)
     workers: Workers | None = None
+    backend: BackendBase | None = None
     if scenario.world.storage != "none":
         backend = open_storage(scenario.world, config, rank, directory)
         workers = DeferredWorkers(backend, plan_page=board.plan_page)
@@ -210,6 +211,7 @@ def _sim_agent(
         regroup=lambda epoch: SimGroup(net, rank, epoch),
         plan_part=board.plan_part,
         workers=workers,
+        backend=backend,
         side_pools=make_side_pools(scenario.world, rank, board),
     )
     return Agent(

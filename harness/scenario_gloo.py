@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 
 from cache.assembly import join_replica
-from cache.storage import StorageWorkers, Workers
+from cache.storage import BackendBase, StorageWorkers, Workers
 from cache.transfer import CpuMover
 from consensus.errors import InternalError, KvpactError
 from consensus.journal import Journal
@@ -121,6 +121,7 @@ def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
     )
     board = FaultBoard()
     workers: Workers | None = None
+    backend: BackendBase | None = None
     directory = ""
     if world.storage != "none":
         directory = os.path.join(tempfile.gettempdir(), f"kvpact-{context.store_port}", name)
@@ -139,6 +140,7 @@ def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
         regroup=membership.regroup,
         plan_part=board.plan_part,
         workers=workers,
+        backend=backend,
         side_pools=make_side_pools(world, context.rank, board),
     )
 

@@ -111,6 +111,14 @@ _PLAIN = {
     "evicts_whole_nodes": True,
     "num_slots": 256,
     "copy_timeout_s": 30.0,
+    "eviction": "lru",
+    "low_water_pages": 0,
+    "prefetch_policy": "wait_complete",
+    "prefetch_timeout_s": 1.0,
+    "prefetch_minimum_pages": 1,
+    "storage_queue_pages": 4096,
+    "policy": "raise",
+    "storage": "memory",
 }
 
 
@@ -122,10 +130,16 @@ def _smaller_worlds(scenario: Scenario) -> Iterator[Scenario]:
     for lag in range(world.pp if world.pp > 1 else 0, world.lag):
         yield _with_world(scenario, lag=lag)
     for name, plain in _PLAIN.items():
-        if getattr(world, name) != plain:
+        if getattr(world, name) not in (plain, "none"):
             yield _with_world(scenario, **{name: plain, **_one_stage(world, name)})
     for name in ("device_pages", "host_pages"):
         yield from _smaller_pools(scenario, name)
+    for number in range(len(world.side_pools)):
+        yield _without_side_pool(scenario, number)
+    if world.storage != "none" and world.mode != "buffer_only":
+        yield _with_world(scenario, storage="none")
+    if world.mode == "write_through_selective":
+        yield _with_world(scenario, mode="write_through")
 
 
 def _one_stage(world: World, name: str) -> dict[str, int]:
@@ -156,6 +170,23 @@ def _with_pages(scenario: Scenario, name: str, pages: tuple[int, ...]) -> Scenar
     return _with_entries(_with_world(scenario, **{name: pages}), entries)
 
 
+def _without_side_pool(scenario: Scenario, number: int) -> Scenario:
+    """One side pool less; its faults and what is expected of it go with it."""
+    pools = scenario.world.side_pools
+    gone = pools[number].name + "."
+    entries: list[Do] = []
+    for entry in scenario.do:
+        if isinstance(entry, Fault) and entry.site.startswith(gone):
+            continue
+        kept = entry
+        if isinstance(kept, Expect) and kept.free:
+            free = {pool: pages for pool, pages in kept.free.items() if not pool.startswith(gone)}
+            kept = msgspec.structs.replace(kept, free=free)
+        entries.append(kept)
+    smaller = _with_world(scenario, side_pools=pools[:number] + pools[number + 1 :])
+    return _with_entries(smaller, entries)
+
+
 def _without_rank(scenario: Scenario, gone: int) -> Scenario:
     """One rank less; those above it move down. Faults of the rank go with it."""
     world = scenario.world
@@ -176,6 +207,12 @@ def _without_rank(scenario: Scenario, gone: int) -> Scenario:
         pp=1,
         device_pages=cut(world.device_pages),
         host_pages=cut(world.host_pages),
+        side_pools=tuple(
+            msgspec.structs.replace(
+                pool, device_pages=cut(pool.device_pages), host_pages=cut(pool.host_pages)
+            )
+            for pool in world.side_pools
+        ),
     )
     return msgspec.structs.replace(scenario, world=smaller, do=numbered(entries))
 

@@ -74,8 +74,9 @@ class SimNet:
         call.vectors[rank] = vector
         self.changes += 1
         if len(call.vectors) == self.size:
-            call.result = np.minimum.reduce([call.vectors[r] for r in sorted(call.vectors)])
-            call.result.flags.writeable = False
+            result: Vector = np.minimum.reduce([call.vectors[r] for r in sorted(call.vectors)])
+            result.flags.writeable = False
+            call.result = result
 
     def take(self, index: Index) -> Vector | None:
         """The result of the ``index``-th call. Raises :class:`PeerLost` where it cannot come."""

@@ -21,16 +21,12 @@ SHARED = ROOT.parent / "shared" / "scenarios"
 OWN = ROOT / "tests" / "scenarios"
 
 #: Files that this version does not run yet, and why. Whoever makes one run takes it off.
-NOT_SUPPORTED = {
-    "buffer_flush_merges.toml": "buffer-only mode with storage",
-    "buffer_head_of_line.toml": "buffer-only mode with storage",
-    "detach_while_backing_up.toml": "a storage tier",
-    "side_pool_refused.toml": "side pools",
-    "storage_hit_differs.toml": "a storage tier with prefetch",
-}
+NOT_SUPPORTED: dict[str, str] = {}
 
 #: Files whose expectations look at one step after another, so they hold with their own lag only.
 DEPENDS_ON_LAG = {
+    "buffer_head_of_line.toml": "counts commits after one step",
+    "write_back_waits_for_its_victim.toml": "looks at what one step published",
     "insert_refused_backup_running.toml": "counts a refusal after one step",
     "parent_refused_child_fits.toml": "counts aborts after one step",
     "reserve_refused_on_one_rank.toml": "counts an abort after one step",
@@ -69,23 +65,32 @@ def promises_only(scenario: Scenario, lag: int) -> Scenario:
     entries: list[Do] = [
         entry for entry in at_lag(scenario, lag).do if not isinstance(entry, Expect)
     ]
-    if not any(entry.raises is not None for entry in entries):
-        names = sorted({entry.request for entry in entries if isinstance(entry, Insert)})
-        entries += [
-            Heal(number=0),
-            *[Finish(number=0, request=name) for name in names],
-            Step(number=0),
+    if not any(entry.raises is not None for entry in entries) and world.policy == "raise":
+        entries += _tail(scenario, lag)
+    return _changed(scenario, max(lag, world.pp) if world.pp > 1 else lag, entries)
+
+
+def _tail(scenario: Scenario, lag: int) -> list[Do]:
+    """Everything heals and ends, and is evicted: then each page is free and nothing is pinned."""
+    world = scenario.world
+    names = sorted({entry.request for entry in scenario.do if isinstance(entry, Insert)})
+    tail: list[Do] = [
+        Heal(number=0),
+        Drain(number=0),
+        *[Finish(number=0, request=name) for name in names],
+    ]
+    # Twice, because write-back demotes what is evicted from the device to the host first.
+    for _ in range(2):
+        tail += [
+            Evict(number=0, tier="device", pages=max(world.device_pages)),
+            Step(number=0, times=lag + 1),
             Drain(number=0),
             Step(number=0, times=lag + 1),
-            Evict(number=0, tier="device", pages=max(world.device_pages)),
-            Evict(number=0, tier="host", pages=max(*world.host_pages, 1)),
-            Expect(
-                number=0,
-                free={"device": world.device_pages, "host": world.host_pages},
-                pinned={"device": 0, "host": 0},
-            ),
         ]
-    return _changed(scenario, max(lag, world.pp) if world.pp > 1 else lag, entries)
+    if world.mode != "buffer_only":
+        tail.append(Evict(number=0, tier="host", pages=max(*world.host_pages, 1)))
+    nothing = {"device": 0, "host": 0}
+    return [*tail, Expect(number=0, free=world.pools(), pinned=nothing)]
 
 
 def _changed(scenario: Scenario, lag: int, entries: list[Do]) -> Scenario:
@@ -145,7 +150,7 @@ def test_a_file_that_cannot_run_yet_is_refused_in_one_line(
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is absent")
     if not NOT_SUPPORTED:
-        return
+        pytest.skip("every file runs")
     name = min(NOT_SUPPORTED)
     assert cli.main(["scenario", str(SHARED / name)]) == 2
     out, err = capsys.readouterr()
