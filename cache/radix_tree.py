@@ -74,15 +74,16 @@ class RadixTree:
             node = child
         return nodes, shared
 
-    def match(self, tokens: Tokens, namespace: str = "") -> list[Node]:
+    def match(self, tokens: Tokens, namespace: str = "", priority: int = 0) -> list[Node]:
         """The path of whole nodes that ``tokens`` runs through; the last is split to fit.
 
-        Touches the path (it is now the most recently used). Mutates structure and recency.
+        Touches the path: it is now the most recently used, and has at least ``priority``. Mutates
+        structure and recency.
         """
         nodes, shared = self.walk(tokens, namespace)
         if nodes and shared < nodes[-1].num_pages:
             nodes[-1] = self.split(nodes[-1], shared)
-        self._touch(nodes)
+        self._touch(nodes, priority)
         self._note("match", nodes[-1].node_id if nodes else 0, self._clock)
         return nodes
 
@@ -91,9 +92,7 @@ class RadixTree:
 
         The leaf is ABSENT in every tier: the caller says how its pages come. Touches the path.
         """
-        nodes = self.match(tokens, namespace)
-        for node in nodes:
-            node.priority = max(node.priority, priority)
+        nodes = self.match(tokens, namespace, priority)
         position = sum(node.num_pages for node in nodes) * self.page_size
         end = self._whole(tokens)
         if position == end:
@@ -323,18 +322,14 @@ class RadixTree:
         num_pages = len(tokens) // self.page_size
         return Node(self._last_id, parent, tokens, num_pages, namespace, self._clock)
 
-    def _touch(self, nodes: list[Node]) -> None:
+    def _touch(self, nodes: list[Node], priority: int) -> None:
         self._clock += 1
         for node in nodes:
             node.last_access = self._clock
             node.hits += 1
-        if nodes:
-            for tier in Tier:
-                # The whole path moved, but only its last node in each tier can be a leaf there.
-                for node in reversed(nodes):
-                    if node.at(tier).state is not Residency.ABSENT:
-                        self.order[tier].offer(node)
-                        break
+            node.priority = max(node.priority, priority)
+            for order in self.order.values():
+                order.offer(node)
 
     def _whole(self, tokens: Tokens) -> int:
         return len(tokens) - len(tokens) % self.page_size

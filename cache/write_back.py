@@ -88,6 +88,7 @@ class WriteBack(Backup):
         """The victim goes, and what only the host has below it could not be reached any more."""
         self._withdrawal.retract_host(node)
         self._tiers.drop(node, Tier.DEVICE)
+        self._tiers.prune()
 
     # -- participant -----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ __all__ = ["Entry", "Journal", "Value", "first_difference", "read_journal"]
 Value = int | str
 
 _encode = msgspec.msgpack.Encoder().encode
+_encode_line = msgspec.json.Encoder().encode
 _BUFFERED_LINES_MAX = 4096
 
 
@@ -57,7 +58,6 @@ class Journal:
         self.count = 0
         self._tail: deque[Entry] = deque(maxlen=tail_entries_max)
         self._lines: list[Entry] = []
-        self._encode_line = msgspec.json.Encoder().encode
         self._file: BinaryIO | None = None
         if path is not None:
             try:
@@ -101,7 +101,7 @@ class Journal:
     def flush(self) -> None:
         """Write what is buffered to the file."""
         if self._file is not None and self._lines:
-            self._file.write(b"\n".join(self._encode_line(line) for line in self._lines) + b"\n")
+            self._file.write(b"\n".join(_encode_line(line) for line in self._lines) + b"\n")
             self._file.flush()
             self._lines.clear()
 

@@ -228,7 +228,7 @@ def _stall(
     told = [report for report in reports.values() if report.cause != "asked"]
     wanted = min((report.epoch, report.at_step) for report in told or reports.values())
     at_step = wanted[1]
-    late = _late(reports, at_step)
+    late = _late(reports, wanted)
     named = sorted({*missing, *late})
     if not named:
         return SealedError(
@@ -256,17 +256,20 @@ def _stall(
     )
 
 
-def _late(reports: Mapping[int, Report], at_step: int) -> list[int]:
-    """Ranks that came when others had given ``at_step`` up already, and not merely heard of it.
+def _late(reports: Mapping[int, Report], wanted: tuple[int, int]) -> list[int]:
+    """Ranks that came when others had given up already, and not merely heard of it.
+
+    ``wanted``: the epoch and step that were given up.
 
     A rank that waited for the straggler itself is refused the verdict as well: it waited longer.
     """
     if not any(report.cause in ("waited", "late") for report in reports.values()):
         return []
     waited_s = {
-        rank: report.waited_s if report.posted >= at_step else 0.0
+        rank: report.waited_s if (report.epoch, report.posted) >= wanted else 0.0
         for rank, report in sorted(reports.items())
-        if report.cause == "late" or report.posted < at_step
+        if report.cause == "late"
+        or (report.cause != "waited" and (report.epoch, report.posted) < wanted)
     }
     least_s = min(waited_s.values(), default=0.0)
     tolerance_s = 0.1 * max(report.waited_s for report in reports.values())

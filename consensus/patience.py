@@ -52,9 +52,7 @@ class Patience:
         self._limits = limits
         self._locator = locator
         self._began = 0.0
-        self._counts_from = (
-            0.0  # the deadline runs from here: after a pause, from its end
-        )
+        self._counts_from = 0.0  # the deadline runs from here: after a pause, from its end
         self._looked_at = 0.0
         self._warned = False
         self._num_deadlines = 1

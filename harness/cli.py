@@ -38,6 +38,9 @@ app = typer.Typer(
 )
 
 RanksFlag = Literal["gloo", "sim"]
+ModeFlag = Literal["write_through", "write_through_selective", "write_back", "buffer_only"]
+StorageFlag = Literal["none", "memory", "file"]
+EvictionFlag = Literal["lru", "lfu", "slru", "priority"]
 JsonOut = Annotated[
     str | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.")
 ]
@@ -84,6 +87,13 @@ def replay(
     journal: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write each rank's journal there.")
     ] = None,
+    mode: Annotated[ModeFlag, typer.Option(help="How pages come to the host.")] = "write_through",
+    storage: Annotated[StorageFlag, typer.Option(help="A storage tier, each rank's own.")] = "none",
+    storage_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Of --storage file.", show_default=False)
+    ] = None,
+    storage_mb: Annotated[int, typer.Option(help="Capacity of each rank's storage, MiB.")] = 1024,
+    eviction: Annotated[EvictionFlag, typer.Option(help="Who goes first.")] = "lru",
     json_out: JsonOut = None,
     seed: Seed = 0,
 ) -> int:
@@ -103,6 +113,11 @@ def replay(
         journal=journal,
         json_out=json_out,
         seed=seed,
+        mode=mode,
+        storage=storage,
+        storage_dir=storage_dir,
+        storage_mb=storage_mb,
+        eviction=eviction,
     )
     from harness import replay as replays
 
@@ -166,6 +181,29 @@ def fuzz(
             out=out,
         )
     )
+
+
+@app.command()
+def explain(
+    report: Annotated[
+        str,
+        typer.Argument(
+            metavar="REPORT.json",
+            show_default=False,
+            help="What `kvpact replay`, `scenario` or `soak` wrote.",
+        ),
+    ],
+    *,
+    around: Annotated[
+        int, typer.Option(help="Journal lines before and after the first difference.")
+    ] = 6,
+) -> int:
+    """Tell the story of a failed run: who differed or stalled, since when, and what to do."""
+    if around < 1:
+        raise BadInput(f"--around: must be at least 1, got {around}")
+    from harness import explain as explains
+
+    return explains.explain(report, around=around)
 
 
 @app.command("generate")

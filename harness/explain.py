@@ -66,8 +66,8 @@ def explain(path: str, *, around: int = 6, console: Console | None = None) -> in
     if failures:
         out.print()
         _heading(out, "What the run says of itself")
-        for line in failures:
-            out.print(f"  {line}", markup=False)
+        for line in failures:  # the rest of an error stands above already
+            out.print(f"  {line.splitlines()[0] if incidents else line}", markup=False)
     return 0
 
 
@@ -84,11 +84,9 @@ def _console() -> Console:
 def _read(path: str) -> tuple[list[Incident], list[str]]:
     text = read_text(path, what=_WHAT)
     try:
-        data = msgspec.json.decode(text)
+        data: object = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise BadInput(f"{path}: is not JSON ({error}); expected {_WHAT}") from None
-    if not isinstance(data, dict | list):
-        raise BadInput(f"{path}: holds {type(data).__name__}, no object; expected {_WHAT}")
     try:
         found = incidents_in(data)
     except msgspec.ValidationError as error:
@@ -131,16 +129,17 @@ def _failures(data: object) -> Iterator[str]:
         if isinstance(lines, list):
             yield from (str(line) for line in cast("list[Any]", lines))
         return
-    for value in cast("list[Any]", data) if isinstance(data, list) else []:
-        yield from _failures(value)
+    if isinstance(data, list):
+        for value in cast("list[object]", data):
+            yield from _failures(value)
 
 
 def _is_report(data: object) -> bool:
-    tables = [data] if isinstance(data, dict) else cast("list[Any]", data)
-    for one in tables:
-        if isinstance(one, dict) and {"failures", "verdict"} & cast("dict[str, Any]", one).keys():
-            return True
-    return False
+    if isinstance(data, list):
+        return any(_is_report(one) for one in cast("list[object]", data))
+    return isinstance(data, dict) and bool(
+        {"failures", "verdict"} & cast("dict[str, Any]", data).keys()
+    )
 
 
 # -- printing ------------------------------------------------------------------------------------
@@ -347,28 +346,26 @@ _BY_FIELD: Final = {
 }
 
 
+_TIED: Final = "Without a majority nobody can tell who is right."
+_BY_KIND: Final = {
+    "dead": "The process has ended: look at its output, at its exit code, and at the kernel's log"
+    " (out of memory?). The others cannot go on without it: start the replica again.",
+    "RankStalled": "Look at the stack above, where there is one: there the scheduler's thread is. If"
+    " it is away for good reason (graph capture, weight update), put that into paused(reason); if"
+    " steps may last that long, raise deadline_s.",
+    "ProgressLost": "All ranks agree, and wait together. Look at the oldest open intent above and"
+    " at its pool: who pins it, and which copy has not ended on which rank?",
+    "PeerLost": "The network between the ranks broke, though all processes live: look at that.",
+    "PeerError": "The message is the exception of the named rank; its traceback is in that rank's"
+    " log.",
+}
+
+
 def _advice(error: SealedError) -> list[str]:
     """What a person can do about it."""
     if error.kind == "Divergence":
         where = _BY_FIELD.get(error.field, "Find out who else posted to this group.")
-        more = [] if len(error.ranks) == 1 else ["Without a majority nobody can tell who is right."]
-        return [where, *more]
+        return [where] if len(error.ranks) == 1 else [where, _TIED]
     if error.kind == "RankStalled" and error.dead:
-        return [
-            "The process has ended: look at its output, at its exit code, and at the kernel's log"
-            " (out of memory?). The other ranks cannot go on without it: start the replica again."
-        ]
-    if error.kind == "RankStalled":
-        return [
-            "Look at the stack above, where there is one: that is where the scheduler's thread is.",
-            "If it is away for good reason (graph capture, weight update), put that into"
-            " paused(reason); if steps may last that long, raise deadline_s.",
-        ]
-    if error.kind == "ProgressLost":
-        return [
-            "All ranks agree, and wait together. Look at the oldest open intent above, and at the"
-            " pool that it needs: who pins it, and which copy has not ended on which rank?"
-        ]
-    if error.kind == "PeerLost":
-        return ["The network between the ranks broke, though all processes live. Look at that."]
-    return ["The message is the exception of the named rank; its traceback is in that rank's log."]
+        return [_BY_KIND["dead"]]
+    return [_BY_KIND.get(error.kind, _BY_KIND["PeerError"])]

@@ -78,7 +78,7 @@ def run_world(seed: int, *, liveness: bool = False, journals: Path | None = None
 
 def _run(scenario: Scenario, seed: int, journals: Path | None = None) -> tuple[int, int, list[str]]:
     # Ranks are made to wait on purpose; nobody wants to be warned of that.
-    logging.getLogger("kvpact").setLevel(logging.ERROR)
+    logging.getLogger("kvpact").setLevel(logging.CRITICAL)
     try:
         result = run_sim(scenario, seed, journals=journals)
     except BadInput:

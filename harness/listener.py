@@ -25,7 +25,7 @@ __all__ = ["Listener"]
 
 
 class Listener:
-    """Hears the events of one rank. ``digest`` is of all of them in their order."""
+    """Hears the events of one rank. ``digest`` is of all since the device was cleared, in their order."""
 
     def __init__(self, rank: Rank, prompts: Iterable[tuple[NDArray[np.int32], str]]) -> None:
         self.digest = 0
@@ -41,9 +41,10 @@ class Listener:
 
     def hear(self, events: Sequence[CacheEvent]) -> list[str]:
         """Take note of ``events``; what of them cannot be."""
-        if events:
-            said = msgspec.json.encode(list(events))
-            self.digest = xxhash.xxh3_64_intdigest(said, self.digest) >> 1
+        for one in events:
+            # What ranks told of an epoch that they do not remember alike ends when all is cleared.
+            before = 0 if (one.kind, one.tier) == ("cleared", "device") else self.digest
+            self.digest = xxhash.xxh3_64_intdigest(msgspec.json.encode(one), before) >> 1
         return [
             f"rank {self._rank.cache.rank}: {line}" for one in events for line in self._one(one)
         ]

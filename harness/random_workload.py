@@ -233,8 +233,9 @@ class Workload:
                 self._admit(name, self._known_prompt()),
                 Take(number=0, request=name, pages=draw.randint(1, 3)),
                 Step(number=0, times=self._world.lag + draw.randint(1, 2)),
-                Compute(number=0, request=name),
             ]
+            if self._kinds["compute"]:
+                entries.append(Compute(number=0, request=name))
         if draw.random() < 0.5:
             entries.append(Step(number=0))
         return entries

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from consensus.errors import BadInput, KvpactError
+from consensus.report import Incident
 from harness.checkers import Snapshot, compare
 from harness.files import write_bytes
 from harness.launch import Launch
 from harness.replay_config import ReplayConfig
-from harness.replay_rank import RankSummary, journal_path, replay_sim
+from harness.replay_rank import Played, RankSummary, journal_path, replay_sim
 from harness.replay_report import print_report, summarise
 from harness.traces import BLOCK_TOKENS, TraceRequest, read_trace
 
@@ -33,14 +34,16 @@ def replay(config: ReplayConfig) -> int:
     _require_journals(config)
     started = time.monotonic()
     if config.ranks == "sim":
-        summaries, snapshots, failures = replay_sim(config, requests)
+        played = replay_sim(config, requests)
     else:
-        summaries, snapshots, failures = _replay_gloo(config, requests)
-    failures += compare(snapshots)
+        played = _replay_gloo(config, requests)
+    summaries, failures = played.summaries, played.failures
+    failures += compare(played.snapshots)
     ended = min((summary.totals.requests for summary in summaries), default=0)
     if ended != len(requests):
         failures.append(f"only {ended} of {len(requests)} requests came to their end")
     report = summarise(config, summaries, failures, time.monotonic() - started)
+    report = msgspec.structs.replace(report, incidents=played.told())
     print_report(report, Console(highlight=False))
     if config.json_out is not None:
         write_bytes(config.json_out, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
@@ -71,12 +74,10 @@ def _require_journals(config: ReplayConfig) -> None:
                 raise BadInput(f"--journal: {path} cannot be written: {error.strerror}") from None
 
 
-def _replay_gloo(
-    config: ReplayConfig, requests: list[TraceRequest]
-) -> tuple[list[RankSummary], list[Snapshot], list[str]]:
+def _replay_gloo(config: ReplayConfig, requests: list[TraceRequest]) -> Played:
     packed = msgspec.msgpack.encode(config)
-    snapshots: list[Snapshot] = []
-    failures: list[str] = []
+    played = Played()
+    snapshots, failures = played.snapshots, played.failures
     with (
         _progress() as progress,
         Launch(_TARGET, config.num_ranks, [packed] * config.num_ranks, deadline_s=1e6) as launch,
@@ -95,12 +96,15 @@ def _replay_gloo(
                 snapshots += msgspec.convert(message["snapshots"], list[Snapshot])
                 if rank == 0:
                     progress.update(bar, completed=message["requests"])
+                if message["incident"] is not None:
+                    played.incidents[rank] = msgspec.convert(message["incident"], Incident)
                 if message["summary"] is not None:
                     summaries[rank] = msgspec.convert(message["summary"], RankSummary)
                     open_ranks.remove(rank)
             failures += _settle(snapshots, config.num_ranks)
         launch.join()
-    return [summaries[rank] for rank in sorted(summaries)], snapshots, failures
+    played.summaries = [summaries[rank] for rank in sorted(summaries)]
+    return played
 
 
 def _settle(snapshots: list[Snapshot], num_ranks: int) -> list[str]:

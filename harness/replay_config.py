@@ -17,6 +17,9 @@ __all__ = ["ReplayConfig", "check_output", "parse_counts", "parse_kv_shape", "re
 
 Ranks = Literal["gloo", "sim"]
 KvShape = tuple[int, int, int]
+Mode = Literal["write_through", "write_through_selective", "write_back", "buffer_only"]
+Storage = Literal["none", "memory", "file"]
+Eviction = Literal["lru", "lfu", "slru", "priority"]
 
 MAX_RANKS: Final = 64
 MAX_PAGES: Final = 1 << 24  # of one tier on one rank
@@ -29,6 +32,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``device_pages`` and ``host_pages`` hold one count per rank (``stage * tp + tp_rank``); a host
     of 0 pages is no host tier. ``page_size`` is in tokens, ``lanes`` is how many requests run at
     the same time, ``kv_shape`` is (layers, heads, head dimension) of the pages' real tensors.
+    ``mode`` and ``eviction`` are those of the cache; ``storage`` is each rank's own, of
+    ``storage_mb`` MiB, ``file`` below ``storage_dir``.
     """
 
     trace: str
@@ -45,6 +50,11 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     journal: str | None
     json_out: str | None
     seed: int
+    mode: Mode = "write_through"
+    storage: Storage = "none"
+    storage_dir: str | None = None
+    storage_mb: int = 1024
+    eviction: Eviction = "lru"
 
     @property
     def num_ranks(self) -> int:
@@ -79,6 +89,11 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         for size in self.kv_shape:
             _within("--kv-shape", size, 1, 1 << 16)
         _within("--seed", self.seed, 0, 2**63 - 1)
+        _within("--storage-mb", self.storage_mb, 1, 1 << 30)
+        if (self.storage == "file") != (self.storage_dir is not None):
+            raise BadInput("--storage-dir: belongs to --storage file, and is needed there")
+        if self.mode == "buffer_only" and self.storage == "none":
+            raise BadInput("--mode: buffer_only needs a --storage: the host is staging only")
         _check_paths(self.trace, self.journal, self.json_out)
 
 
@@ -98,6 +113,11 @@ def replay_config(
     journal: str | None = None,
     json_out: str | None = None,
     seed: int = 0,
+    mode: Mode = "write_through",
+    storage: Storage = "none",
+    storage_dir: str | None = None,
+    storage_mb: int = 1024,
+    eviction: Eviction = "lru",
 ) -> ReplayConfig:
     """Build a config: one count stands for every rank, the lag is 0, or ``pp`` with stages."""
     # Before the counts are spread over the ranks: a wrong number of ranks is the first thing wrong.
@@ -118,6 +138,11 @@ def replay_config(
         journal=journal,
         json_out=json_out,
         seed=seed,
+        mode=mode,
+        storage=storage,
+        storage_dir=storage_dir,
+        storage_mb=storage_mb,
+        eviction=eviction,
     )
 
 

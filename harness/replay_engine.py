@@ -43,6 +43,7 @@ class Totals(msgspec.Struct):
     pages: int = 0
     device_hits: int = 0
     host_hits: int = 0
+    storage_hits: int = 0
     retries: int = 0
     recomputed: int = 0
 
@@ -50,7 +51,18 @@ class Totals(msgspec.Struct):
 class Lane:
     """One place in the running batch."""
 
-    __slots__ = ("computed", "load", "match", "name", "pages", "phase", "request", "tokens")
+    __slots__ = (
+        "computed",
+        "fetch",
+        "fetched",
+        "load",
+        "match",
+        "name",
+        "pages",
+        "phase",
+        "request",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.phase = Phase.FREE
@@ -60,6 +72,8 @@ class Lane:
         self.match: Match | None = None
         self.load: Ticket | None = None
         self.pages: Ticket | None = None
+        self.fetch: Ticket | None = None
+        self.fetched = 0
         self.computed: list[int] = []
 
 
@@ -90,6 +104,9 @@ class Engine:
         self._settle_copies = settle_copies
         self._after_step = after_step
         self._iteration = 0
+        storage = rank.cache.storage is not None
+        self._stages = storage and rank.cache.config.mode == "buffer_only"
+        self._prefetches = storage and not self._stages
 
     def program(self) -> Program:
         """All requests, then steps until nothing is pending. Yields wherever it has to wait."""
@@ -124,7 +141,9 @@ class Engine:
                 totals.blocks += len(lane.request.hash_ids)
                 totals.pages += report.prompt_pages
                 totals.device_hits += report.device_hit_pages
-                totals.host_hits += report.host_hit_pages
+                stored = min(lane.fetched, report.host_hit_pages)
+                totals.storage_hits += stored
+                totals.host_hits += report.host_hit_pages - stored
                 lane.phase, lane.request = Phase.FREE, None
 
     def _admit(self, lane: Lane) -> None:
@@ -138,10 +157,18 @@ class Engine:
             lane.name = str(lane.request.index)
             lane.tokens = prompt_tokens(lane.request, self._page_size)
             self._next += 1
+            lane.fetched = 0
+            if self._prefetches:
+                lane.fetch = self.cache.prefetch(lane.name, lane.tokens)
         cache = self.cache
+        if lane.fetch is not None:
+            if lane.fetch.state is TicketState.PENDING and not cache.settle_for_prefetch(lane.name):
+                return
+            lane.fetched += lane.fetch.num_pages
+            lane.fetch = None
         lane.match = cache.match_prefix(lane.tokens, request=lane.name)
         lane.load = lane.pages = None
-        if lane.match.host_pages:
+        if lane.match.host_pages or self._stages:
             lane.load = cache.request_load_back(lane.name, lane.match)
         lane.phase = Phase.WAITS
         self._ask_for_pages(lane)
@@ -152,6 +179,8 @@ class Engine:
             return
         if lane.pages is not None and lane.pages.state is TicketState.PENDING:
             return
+        if self._stages and lane.load is not None and lane.load.state is TicketState.PENDING:
+            return  # nobody knows yet how much of it storage has
         missing = len(lane.tokens) // self._page_size - self._covered(lane)
         if missing > 0:
             lane.pages = self.cache.request_pages(lane.name, missing)
@@ -173,6 +202,8 @@ class Engine:
             self.totals.recomputed += 1
             self._give_up(lane)
         elif lane.phase is Phase.WAITS:
+            if self._stages and lane.load is not None and lane.load.state is TicketState.READY:
+                lane.fetched = lane.load.num_pages
             refused = lane.pages is not None and lane.pages.state is TicketState.REFUSED
             loading = lane.load is not None and lane.load.state is TicketState.PENDING
             if refused:

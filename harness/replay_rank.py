@@ -11,20 +11,31 @@ import msgspec
 from cache.assembly import join_replica, make_pools
 from cache.config import CacheConfig
 from cache.hierarchical_cache import StepResult, schema_of
+from cache.storage import BackendBase, DeferredWorkers, StorageWorkers, open_backend
 from cache.tensors import KVShape
 from cache.transfer import CpuMover, DeferredMover
+from consensus.errors import KvpactError
 from consensus.journal import Journal
 from consensus.participant import OutcomeKind
+from consensus.report import Incident
 from consensus.store import MemoryStore
 from harness.checkers import Snapshot, snapshot
 from harness.child import RankContext
-from harness.rank import Rank
+from harness.rank import Rank, identity_of
 from harness.replay_config import ReplayConfig
 from harness.replay_engine import Engine, Totals
 from harness.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
 from harness.traces import TraceRequest, read_trace
 
-__all__ = ["RankSummary", "Recorder", "cache_config", "journal_path", "replay_sim", "run_rank"]
+__all__ = [
+    "Played",
+    "RankSummary",
+    "Recorder",
+    "cache_config",
+    "journal_path",
+    "replay_sim",
+    "run_rank",
+]
 
 #: A full walk of the tree, and of all pages, every so many steps; a fingerprint after each.
 WALK_EVERY_STEPS = 256
@@ -113,7 +124,24 @@ def cache_config(config: ReplayConfig, rank: int) -> CacheConfig:
         kv_shape=KVShape(layers, heads, dim),
         lag=config.lag,
         integrity_every_steps=WALK_EVERY_STEPS,
+        mode=config.mode,
+        eviction=config.eviction,
+        low_water_pages=_low_water(config),
     )
+
+
+def _low_water(config: ReplayConfig) -> int:
+    """Write-back keeps a sixteenth of the device free, so that few requests wait."""
+    return min(config.device_pages) // 16 if config.mode == "write_back" else 0
+
+
+def make_backend(config: ReplayConfig, rank: int) -> BackendBase | None:
+    """The storage of one rank."""
+    if config.storage == "none":
+        return None
+    identity = identity_of(cache_config(config, rank), rank, config.num_ranks)
+    capacity = config.storage_mb << 20
+    return open_backend(config.storage, identity, capacity_bytes=capacity, path=config.storage_dir)
 
 
 def journal_path(config: ReplayConfig, rank: int) -> Path | None:
@@ -133,6 +161,7 @@ def run_rank(context: RankContext, packed: bytes) -> None:
         rank=context.rank,
         ranks=range(config.num_ranks),
     )
+    backend = make_backend(config, context.rank)
     rank = Rank(
         cached,
         group=membership.group,
@@ -143,6 +172,8 @@ def run_rank(context: RankContext, packed: bytes) -> None:
         locator=membership.locator,
         journal=Journal(context.rank, path=journal_path(config, context.rank)),
         beacon=membership.watch,
+        regroup=membership.regroup,
+        workers=None if backend is None else StorageWorkers(backend),
     )
     recorder = Recorder(rank)
 
@@ -152,6 +183,7 @@ def run_rank(context: RankContext, packed: bytes) -> None:
                 "snapshots": msgspec.to_builtins(recorder.take()),
                 "requests": engine.totals.requests,
                 "summary": msgspec.to_builtins(summary),
+                "incident": msgspec.to_builtins(rank.cache.stepper.succession.incident),
             }
         )
 
@@ -172,14 +204,31 @@ def run_rank(context: RankContext, packed: bytes) -> None:
             rank.cache.stepper.pause()
         say(recorder.summary(engine.totals))
         membership.leave(_LEAVE_S)
+    except KvpactError:
+        say(None)
+        raise
     finally:
-        rank.cache.close()
+        rank.close()
         membership.close()
 
 
-def replay_sim(
-    config: ReplayConfig, requests: list[TraceRequest]
-) -> tuple[list[RankSummary], list[Snapshot], list[str]]:
+class Played(msgspec.Struct):
+    """All ranks of a replay; ``incidents`` by the rank that tells it, where an epoch was closed."""
+
+    summaries: list[RankSummary] = []
+    snapshots: list[Snapshot] = []
+    failures: list[str] = []
+    incidents: dict[int, Incident] = {}
+
+    def told(self) -> list[Incident]:
+        """The incident as the rank tells it that heard most reports."""
+        tellers = sorted(
+            self.incidents, key=lambda rank: (-len(self.incidents[rank].reports), rank)
+        )
+        return [self.incidents[rank] for rank in tellers[:1]]
+
+
+def replay_sim(config: ReplayConfig, requests: list[TraceRequest]) -> Played:
     """All ranks in this process under the virtual clock; deterministic."""
     net = SimNet(config.num_ranks, schema_of(cache_config(config, 0)).width, SimClock())
     store = MemoryStore()
@@ -195,16 +244,24 @@ def replay_sim(
         )
         for rank, recorder in zip(ranks, recorders, strict=True)
     ]
-    run_programs([engine.program() for engine in engines], net, config.seed)
-    summaries = [r.summary(e.totals) for r, e in zip(recorders, engines, strict=True)]
-    snapshots = [snap for recorder in recorders for snap in recorder.take()]
+    played = Played()
+    try:
+        run_programs([engine.program() for engine in engines], net, config.seed)
+        played.summaries = [r.summary(e.totals) for r, e in zip(recorders, engines, strict=True)]
+    except PeerError as error:
+        played.failures.append(str(error))
+    played.snapshots = [snap for recorder in recorders for snap in recorder.take()]
     for rank in ranks:
-        rank.cache.close()
-    return summaries, snapshots, []
+        incident = rank.cache.stepper.succession.incident
+        if incident is not None:
+            played.incidents[rank.cache.rank] = incident
+        rank.close()
+    return played
 
 
 def _sim_rank(config: ReplayConfig, rank: int, net: SimNet, store: MemoryStore) -> Rank:
     cached = cache_config(config, rank)
+    backend = make_backend(config, rank)
     return Rank(
         cached,
         group=SimGroup(net, rank),
@@ -215,4 +272,5 @@ def _sim_rank(config: ReplayConfig, rank: int, net: SimNet, store: MemoryStore) 
         locator=net,
         journal=Journal(rank, path=journal_path(config, rank)),
         beacon=SimBeacon(net, rank),
+        workers=None if backend is None else DeferredWorkers(backend),
     )

@@ -7,6 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from consensus.report import Incident
 from harness.replay_config import ReplayConfig
 from harness.replay_rank import RankSummary
 
@@ -39,6 +40,8 @@ class ReplayReport(msgspec.Struct, frozen=True):
     device_pages: tuple[int, ...]
     host_pages: tuple[int, ...]
     lanes: int
+    mode: str
+    storage: str
     requests: int
     blocks: int
     pages: int
@@ -54,6 +57,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     times: list[RankTimes]
     duration_s: float
     failures: list[str]
+    incidents: list[Incident] = []
 
 
 def summarise(
@@ -76,7 +80,7 @@ def summarise(
     hits = {
         "device": totals.device_hits // per_block if totals is not None else 0,
         "host": totals.host_hits // per_block if totals is not None else 0,
-        "storage": 0,
+        "storage": totals.storage_hits // per_block if totals is not None else 0,
     }
     blocks = totals.blocks if totals is not None else 0
     steps = first.steps if first is not None else 0
@@ -91,6 +95,8 @@ def summarise(
         device_pages=config.device_pages,
         host_pages=config.host_pages,
         lanes=config.lanes,
+        mode=config.mode,
+        storage=config.storage,
         requests=totals.requests if totals is not None else 0,
         blocks=blocks,
         pages=totals.pages if totals is not None else 0,

@@ -178,9 +178,7 @@ def conclude(
                 fullest[key] = incident
         record.incidents = []
     found = [*failures, *judge(scenario, records)]
-    return Result(
-        scenario.path, scenario.name, ranks, seed, found, records, list(fullest.values())
-    )
+    return Result(scenario.path, scenario.name, ranks, seed, found, records, list(fullest.values()))
 
 
 def _sim_agent(

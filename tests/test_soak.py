@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -278,7 +276,7 @@ def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
         text=True,
         timeout=40,
         check=False,
-        preexec_fn=limit,  # noqa: PLW1509
+        preexec_fn=limit,
     )
     assert done.returncode == 2, done.stderr
     assert "--out:" in done.stderr
@@ -300,19 +298,13 @@ def test_metrics_can_be_fetched(tmp_path: Path) -> None:
     finally:
         metrics.close()
     assert 'kvpact_step{rank="1"} 0.0' in text
-    dashboard = ROOT / "harness" / "data" / "grafana_soak.json"
-    named = set(msgspec.json.decode(dashboard.read_bytes())["kvpact_metrics"])
-    served = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line[:1] != "#"}
-    assert {name for name in named if name not in ("kvpact_faults",)} >= {
-        name for name in served if name
-    } - {"kvpact_faults"}
+    dashboard = (ROOT / "harness" / "data" / "grafana_soak.json").read_text()
+    shown = set(re.findall(r"kvpact_[a-z_]+", dashboard))
+    served = set(re.findall(r"# HELP (kvpact_[a-z_]+)", text))
+    assert shown
+    assert shown <= served
 
 
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
-
-
-def test_no_thread_of_ours_stays() -> None:
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("kvpact-loop")]
-    assert os.environ.get("KVPACT_SOAK") is None

@@ -1,0 +1,285 @@
+"""Fault plans: read strictly, drawn from a seed, carried out the same again; and the control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cache.eviction import LeastRecentlyUsed
+from cache.mover import NO_FAULT, Direction, Part, PartPlan
+from cache.radix_tree import RadixTree
+from consensus.errors import BadInput
+from harness.chaos import SITES, FaultLine, Plan, chaos_plan, fit_plan, parse_plan
+from harness.coverage import POINTS, check_names, missing
+from harness.gather import Gather
+from harness.mischief import Mischief
+from harness.soak_config import SoakConfig
+from harness.soak_feed import FaultEvent
+from harness.soak_replay import simulate
+from harness.verdict import Verdict, conclude
+
+PLAN = """
+seed = 7
+host_pages = [192, 180]
+cover = ["abort after partial reserve"]
+
+[[fault]]
+site = "write"
+action = "delay"
+ranks = [1]
+every_steps = 40
+times = 2
+steps = 5
+
+[[fault]]
+site = "process"
+action = "kill"
+at_step = 1000
+"""
+
+
+def test_a_plan_is_read_as_written() -> None:
+    plan = parse_plan(PLAN, "plan.toml")
+    assert plan.seed == 7
+    assert plan.host_pages == (192, 180)
+    assert [line.name for line in plan.fault] == ["write delay", "process kill"]
+    assert plan.fault[0].steps == 5
+    assert plan.has("process kill")
+    fit_plan(plan, "plan.toml", 2)
+    check_names(plan, "plan.toml")
+
+
+@pytest.mark.parametrize(
+    "text,expected",
+    [
+        ("x = 1", "plan.toml: x"),
+        ("[[fault]]\nsite = 'wrte'\naction = 'delay'", "fault 1: site: there is no fault at"),
+        ("[[fault]]\nsite = 'write'\naction = 'melt'", "fault 1: action: write cannot 'melt'"),
+        ("[[fault]]\nsite = 'write'\naction = 'fail'", "say either at_step or every_steps"),
+        (
+            "[[fault]]\nsite = 'write'\naction = 'delay'\nat_step = 1",
+            "fault 1: steps: is needed for write delay",
+        ),
+        (
+            "[[fault]]\nsite = 'write'\naction = 'fail'\nat_step = 1\nseconds = 1.0",
+            "seconds: has no meaning for write fail",
+        ),
+        ("[[fault]]\nsite = 'write'\naction = 'fail'\nat_step = 0", "fault 1: at_step"),
+        ("[[fault]]\nsite = 3", "fault 1:"),
+        ("fault = 3", "fault: expected [[fault]] entries"),
+        ("a = [", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said(text: str, expected: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        parse_plan(text, "plan.toml")
+    assert expected in caught.value.message
+    assert caught.value.message.startswith("plan.toml")
+
+
+def test_a_plan_must_fit_the_ranks() -> None:
+    plan = parse_plan(PLAN, "plan.toml")
+    with pytest.raises(BadInput, match="there is no rank 1; the soak has 1 ranks"):
+        fit_plan(plan, "plan.toml", 1)
+    with pytest.raises(BadInput, match="host_pages: expected 4 counts, got 2"):
+        fit_plan(plan, "plan.toml", 4)
+    with pytest.raises(BadInput, match="cover: there is no 'a miracle'"):
+        check_names(Plan(cover=("a miracle",)), "plan.toml")
+
+
+def test_chaos_follows_from_its_seed() -> None:
+    def draw(seed: int) -> Plan:
+        return chaos_plan(seed, 4, (96,) * 4, (192,) * 4)
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    for seed in range(20):
+        plan = draw(seed)
+        assert all(line.action in SITES[line.site] for line in plan.fault)
+        assert not plan.has("process kill"), "what ends a run is only planned by hand"
+        fit_plan(plan, "chaos", 4)
+
+
+# -- carrying out --------------------------------------------------------------------------------
+
+
+def mischief(plan: Plan, rank: int, seed: int = 1) -> tuple[Mischief, list[FaultEvent]]:
+    told: list[FaultEvent] = []
+    return Mischief(plan, rank, seed, told.append, lambda: 0.0, is_simulated=True), told
+
+
+def tree() -> RadixTree:
+    return RadixTree(4, LeastRecentlyUsed(), lambda tag, *values: None)
+
+
+def strikes(plan: Plan, rank: int, seed: int) -> list[int]:
+    """Steps in which a reservation on the host was refused, tried once a step."""
+    devil, told = mischief(plan, rank, seed)
+    for step in range(1, 400):
+        devil.before_step(step, tree())
+        devil.board.strike("host.reserve")
+    return [event.step for event in told]
+
+
+def test_the_same_seed_strikes_in_the_same_steps() -> None:
+    line = FaultLine(site="host.reserve", action="refuse", every_steps=20)
+    plan = Plan(fault=(line,))
+    assert strikes(plan, 0, 1) == strikes(plan, 0, 1)
+    assert strikes(plan, 0, 1) != strikes(plan, 0, 2)
+    assert strikes(plan, 0, 1) != strikes(plan, 1, 1)
+    assert 10 <= len(strikes(plan, 0, 1)) <= 40
+    assert strikes(Plan(fault=(msgspec.structs.replace(line, ranks=(1,)),)), 0, 1) == []
+
+
+def test_skew_delays_a_share_of_the_copies_until_healed() -> None:
+    line = FaultLine(site="write", action="skew", steps=4, share=0.5)
+    devil, told = mischief(Plan(fault=(line,)), 0)
+    part = Part(1, [0], [0])
+
+    def plans() -> list[PartPlan]:
+        return [devil.board.plan_part(Direction.TO_HOST, part) for _ in range(200)]
+
+    delays = [plan.delay_collects for plan in plans()]
+    assert {0, 1, 2, 3, 4} == set(delays)
+    assert 60 < sum(delay != 0 for delay in delays) < 140
+    assert len(told) == sum(delay != 0 for delay in delays)
+    assert devil.board.plan_part(Direction.TO_DEVICE, part) == NO_FAULT
+    devil.board.heal()
+    assert set(plans()) == {NO_FAULT}
+
+
+def test_process_faults_are_not_carried_out_in_a_simulation() -> None:
+    plan = Plan(fault=(FaultLine(site="process", action="kill", at_step=3),))
+    devil, told = mischief(plan, 0)
+    for step in range(1, 6):
+        devil.before_step(step, tree())
+    assert [(event.name, event.step, event.skipped) for event in told] == [
+        ("process kill", 3, "not in a simulation")
+    ]
+
+
+def test_the_network_of_the_whole_machine_is_left_alone() -> None:
+    line = FaultLine(
+        site="network", action="delay", at_step=1, seconds=1.0, delay_ms=5.0, interface="lo"
+    )
+    told: list[FaultEvent] = []
+    devil = Mischief(Plan(fault=(line,)), 0, 1, told.append, lambda: 0.0)
+    devil.before_step(1, tree())
+    devil.close()
+    assert len(told) == 1
+    assert told[0].skipped, "lo is shared with every other test on this machine"
+
+
+# -- coverage ------------------------------------------------------------------------------------
+
+
+def test_what_was_planned_and_never_happened_is_missing() -> None:
+    refuse = FaultLine(site="host.reserve", action="refuse", ranks=(0,), every_steps=10)
+    hang = FaultLine(site="write", action="hang", every_steps=1000)
+    plan = Plan(fault=(refuse, hang), cover=("split while copying",))
+    covered = {"abort after partial reserve": 3, "split while copying": 1}
+    assert missing(plan, 2, 500, covered, {"host.reserve refuse": 9}) == []
+    assert [
+        line.partition(":")[0] for line in missing(plan, 2, 5000, {}, {"host.reserve refuse": 9})
+    ] == ["split while copying", "abort after partial reserve", "write hang"]
+    assert set(covered) <= set(POINTS)
+
+
+# -- whole soaks in the simulator ----------------------------------------------------------------
+
+
+def simulated(**how: object) -> Gather:
+    plan = chaos_plan(3, 2, (96, 96), (192, 192))
+    config: dict[str, object] = {
+        "steps": 150,
+        "plan": plan,
+        "device_pages": plan.device_pages,
+        "host_pages": plan.host_pages,
+        "seed": 3,
+    }
+    return simulate(SoakConfig(**{**config, **how}))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_simulated_soak_under_chaos_holds_and_repeats_itself() -> None:
+    first, second = simulated(), simulated()
+    assert conclude(first, is_stopped=False).verdict is Verdict.PASS
+    assert first.num_compared == first.step > 150
+    assert first.covered() == second.covered()
+    assert first.struck == second.struck
+    assert first.views[0].counts == second.views[1].counts
+    assert first.covered()["abort after partial reserve"] > 0
+
+
+def test_the_control_diverges_in_the_simulator_too() -> None:
+    found = conclude(simulated(unsafe_no_votes=True), is_stopped=False)
+    assert found.verdict is Verdict.DIVERGENCE
+    assert found.is_expected
+    assert found.status == 10
+    assert found.named_ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "spoil,expected",
+    [
+        (lambda g: g.failures.append("rank 0: wrong bytes"), Verdict.BROKEN_PROMISE),
+        (lambda g: g.differences.append("after step 3: live"), Verdict.DIVERGENCE),
+        (lambda g: setattr(g.views[1], "end", None), Verdict.HANG),
+        (
+            lambda g: setattr(
+                g.views[1],
+                "end",
+                msgspec.structs.replace(g.views[1].end, leftovers=("3 pages leaked",)),
+            ),
+            Verdict.LEAK,
+        ),
+        (
+            lambda g: setattr(
+                g.views[1],
+                "end",
+                msgspec.structs.replace(g.views[1].end, how="raised", error="TypeError"),
+            ),
+            Verdict.HARNESS_ERROR,
+        ),
+        (
+            lambda g: setattr(g, "config", msgspec.structs.replace(g.config, budget_step_ms=1e-6)),
+            Verdict.SLOW,
+        ),
+        (
+            lambda g: setattr(
+                g,
+                "config",
+                msgspec.structs.replace(g.config, plan=Plan(cover=("reset",))),
+            ),
+            Verdict.NOT_COVERED,
+        ),
+        (
+            lambda g: setattr(g, "config", msgspec.structs.replace(g.config, unsafe_no_votes=True)),
+            Verdict.HARNESS_ERROR,
+        ),
+    ],
+)
+def test_each_finding_has_its_verdict(
+    clean: Gather, spoil: Callable[[Gather], None], expected: Verdict
+) -> None:
+    assert conclude(clean, is_stopped=False).verdict is Verdict.PASS
+    spoil(clean)
+    found = conclude(clean, is_stopped=False)
+    assert found.verdict is expected
+    assert found.status == int(expected)
+    assert found.why
+    assert not found.is_expected
+
+
+@pytest.fixture
+def clean() -> Gather:
+    return simulate(SoakConfig(steps=20))
+
+
+def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
+    from harness.chaos import read_plan
+
+    with pytest.raises(BadInput, match=r"plan.toml: no such file; expected a fault plan"):
+        read_plan(str(tmp_path / "plan.toml"))
