@@ -103,9 +103,9 @@ def join_cache(
             storage=storage,
             side=side,
         )
+        membership.watch_over(cache.stepper)
         closing.enter_context(parts.pop_all())
         closing.callback(membership.leave, leave_timeout_s)
-        membership.watch_over(cache.stepper)
         return cache
 
 

@@ -208,7 +208,7 @@ class Parts:
         load, storage = self.load_back, self.storage
         fetch = storage.prefetch if storage is not None else None
         submitted = self.tiers.desk.mover.submitted
-        aborts = write.num_aborts + write.num_no_room + load.num_aborts + load.num_no_room
+        aborts = sum((write.num_aborts, write.num_no_room, load.num_aborts, load.num_no_room))
         return {
             "commits": write.num_commits + load.num_commits + (fetch.num_commits if fetch else 0),
             "aborts": aborts + (fetch.num_aborts + fetch.num_no_room if fetch else 0),

@@ -22,12 +22,12 @@ class Withdrawal:
         self.must_recompute: list[str] = []
 
     def nothing_builds_on(self, node: Node, tier: Tier) -> None:
-        """``node`` does not come into ``tier`` after all: what is undecided on top cannot either."""
+        """``node`` does not come into ``tier`` after all: nor can what is undecided on top."""
         for below in _leaves_first(node):
             carriage = below.at(tier).carriage
-            if carriage is not None and carriage.intent is not None:
-                if carriage.intent.is_undecided:
-                    self._tiers.manager.withdraw(carriage.intent)
+            intent = carriage.intent if carriage is not None else None
+            if intent is not None and intent.is_undecided:
+                self._tiers.manager.withdraw(intent)
 
     def retract_host(self, node: Node) -> None:
         """Unpublish ``node`` and all its descendants on HOST, leaves first."""

@@ -176,7 +176,7 @@ def _first_difference(reports: Mapping[int, Report], ours: int, theirs: int) -> 
     for rank, entry in ((ours, left), (theirs, right)):
         story.append(f"  rank {rank}: {entry if entry is not None else 'no such decision'}")
     # Journal lines begin with what they are about; what follows are mostly numbers of pages.
-    subjects = {value for one in (left, right) if one is not None for value in one.values[:2]}
+    subjects = {value for one in (left, right) if one is not None for value in one.values[:2]} - {0}
     earlier = [
         f"  {entry}"
         for entry in reports[ours].tail

@@ -14,7 +14,7 @@ from cache.hierarchical_cache import StepResult, schema_of
 from cache.storage import BackendBase, DeferredWorkers, StorageWorkers, open_backend
 from cache.tensors import KVShape
 from cache.transfer import CpuMover, DeferredMover
-from consensus.errors import KvpactError
+from consensus.errors import KvpactError, PeerError
 from consensus.journal import Journal
 from consensus.participant import OutcomeKind
 from consensus.report import Incident

@@ -35,6 +35,8 @@ __all__ = ["Place", "StoreRanks", "main", "place_from"]
 TELL_S: Final = 0.25
 #: A rank whose process ended says nothing any more; its heartbeat is in the store of its loop.
 SILENCE_S: Final = 20.0
+#: One that the others have named as gone is not waited for as long.
+NAMED_SILENCE_S: Final = 3.0
 COMMAND: Final = "torchrun -m harness.torchrun"
 
 
@@ -89,7 +91,9 @@ class StoreRanks:
             except StoreSilent as error:
                 self._lost.setdefault(rank, error.message)
             silent_s = now_s - self._heard_s[rank]
-            if silent_s > SILENCE_S:
+            end = self._own.end
+            is_named = end is not None and rank in end.ranks
+            if silent_s > (NAMED_SILENCE_S if is_named else SILENCE_S):
                 self._lost.setdefault(rank, f"its process has said nothing for {silent_s:.0f} s")
         return found
 
@@ -154,12 +158,13 @@ def _read(words: list[str], place: Place) -> tuple[SoakConfig, Options]:
 def _run(place: Place, config: SoakConfig, options: Options) -> int:
     requests = load_requests(config)
     feed = Feed(place.rank, socket.gethostname(), os.getpid())
-    if config.device == "cuda":
-        import torch
-
-        torch.cuda.set_device(place.local_rank)
 
     def run() -> None:
+        if config.device == "cuda":
+            import torch
+
+            # Of this thread. Ranks may share a GPU, but not with NCCL.
+            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
         run_soak_rank(
             config,
             requests,

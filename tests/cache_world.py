@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cache.audit import audit
 from cache.config import CacheConfig
 from cache.content import fill_pages, page_hashes
 from cache.hierarchical_cache import HierarchicalCache, InsertResult, Match, StepResult, schema_of
@@ -138,7 +137,7 @@ class World:
     def check(self) -> None:
         """Conservation, agreement and right bytes."""
         for rank in self.ranks:
-            audit(rank.cache)
+            rank.cache.check_integrity()
             found = rank.wrong_bytes() + broken_promises(rank.cache)
             assert not found, found
         snapshots = [snapshot(cache) for cache in self.caches]

@@ -112,7 +112,10 @@ def mischief(plan: Plan, rank: int, seed: int = 1) -> tuple[Mischief, list[Fault
 
 
 def tree() -> RadixTree:
-    return RadixTree(4, LeastRecentlyUsed(), lambda tag, *values: None)
+    def ignore(tag: str, *values: int | str) -> None:
+        pass
+
+    return RadixTree(4, LeastRecentlyUsed(), ignore)
 
 
 def strikes(plan: Plan, rank: int, seed: int) -> list[int]:
@@ -221,44 +224,64 @@ def test_the_control_diverges_in_the_simulator_too() -> None:
     assert found.named_ranks == (0, 1)
 
 
+def _end_of_rank_1(gather: Gather, **what: object) -> None:
+    view = gather.views[1]
+    assert view.end is not None
+    view.end = msgspec.structs.replace(view.end, **what)
+
+
+def _config(gather: Gather, **what: object) -> None:
+    gather.config = msgspec.structs.replace(gather.config, **what)
+
+
+def _wrong_bytes(gather: Gather) -> None:
+    gather.failures.append("rank 0: wrong bytes")
+
+
+def _difference(gather: Gather) -> None:
+    gather.differences.append("after step 3: live")
+
+
+def _no_end(gather: Gather) -> None:
+    gather.views[1].end = None
+
+
+def _leak(gather: Gather) -> None:
+    _end_of_rank_1(gather, leftovers=("3 pages leaked",))
+
+
+def _lost_page(gather: Gather) -> None:
+    _end_of_rank_1(gather, how="raised", error="InternalError", message="page 3 has two owners")
+
+
+def _bug(gather: Gather) -> None:
+    _end_of_rank_1(gather, how="raised", error="TypeError")
+
+
+def _tight_budget(gather: Gather) -> None:
+    _config(gather, budget_step_ms=1e-6)
+
+
+def _uncovered(gather: Gather) -> None:
+    _config(gather, plan=Plan(cover=("reset",)))
+
+
+def _dull_control(gather: Gather) -> None:
+    _config(gather, unsafe_no_votes=True)
+
+
 @pytest.mark.parametrize(
     "spoil,expected",
     [
-        (lambda g: g.failures.append("rank 0: wrong bytes"), Verdict.BROKEN_PROMISE),
-        (lambda g: g.differences.append("after step 3: live"), Verdict.DIVERGENCE),
-        (lambda g: setattr(g.views[1], "end", None), Verdict.HANG),
-        (
-            lambda g: setattr(
-                g.views[1],
-                "end",
-                msgspec.structs.replace(g.views[1].end, leftovers=("3 pages leaked",)),
-            ),
-            Verdict.LEAK,
-        ),
-        (
-            lambda g: setattr(
-                g.views[1],
-                "end",
-                msgspec.structs.replace(g.views[1].end, how="raised", error="TypeError"),
-            ),
-            Verdict.HARNESS_ERROR,
-        ),
-        (
-            lambda g: setattr(g, "config", msgspec.structs.replace(g.config, budget_step_ms=1e-6)),
-            Verdict.SLOW,
-        ),
-        (
-            lambda g: setattr(
-                g,
-                "config",
-                msgspec.structs.replace(g.config, plan=Plan(cover=("reset",))),
-            ),
-            Verdict.NOT_COVERED,
-        ),
-        (
-            lambda g: setattr(g, "config", msgspec.structs.replace(g.config, unsafe_no_votes=True)),
-            Verdict.HARNESS_ERROR,
-        ),
+        (_wrong_bytes, Verdict.BROKEN_PROMISE),
+        (_difference, Verdict.DIVERGENCE),
+        (_no_end, Verdict.HANG),
+        (_leak, Verdict.LEAK),
+        (_lost_page, Verdict.LEAK),
+        (_bug, Verdict.HARNESS_ERROR),
+        (_tight_budget, Verdict.SLOW),
+        (_uncovered, Verdict.NOT_COVERED),
+        (_dull_control, Verdict.HARNESS_ERROR),
     ],
 )
 def test_each_finding_has_its_verdict(

@@ -117,6 +117,7 @@ def is_well_behaved(path: Path) -> bool:
     """Every rank makes the same calls: no error is announced that a lag would move elsewhere."""
     return not any(
         entry.ranks is not None
+        or entry.raises is not None
         or (isinstance(entry, Fault) and entry.site == "scheduler" and entry.action != "late")
         for entry in read_scenario(path).do
     )

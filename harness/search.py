@@ -1,0 +1,262 @@
+"""Small worlds exhaustively: a breadth-first search over the real step and transaction code.
+
+From each state every action is tried that could happen there: a rank goes on, a copy ends or fails,
+an intent is withdrawn, time passes, a rank dies (also between any two of its writes) or skips a
+step. States are counted once (:mod:`harness.search_digest`), every promise is checked in each
+(:mod:`harness.search_checks`), and from each a way must lead to where nothing is left to do, without
+further faults.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import msgspec
+from rich.console import Console
+
+from harness.search_checks import broken
+from harness.search_digest import digest
+from harness.search_world import LIMITS, TICK_S, Crash, Member, Setting, World
+
+__all__ = ["LARGE", "SMALL", "Action", "Found", "explore", "replay", "search"]
+
+#: What happens, and to whom.
+Action = tuple[str | int, ...]
+
+STATES_MAX: Final = 2_000_000
+_PLAIN = ("go", "end", "stop", "pass")  # what still happens once faults have stopped
+_FAULTS = ("crash", "skip", "repeat", "stray")
+
+
+class Found(msgspec.Struct, kw_only=True):
+    """What a search of one setting came to. ``failure`` is empty where all promises hold, else
+    ``path`` leads there. ``num_drained`` states have nothing left to do."""
+
+    setting: Setting
+    num_states: int = 0
+    num_transitions: int = 0
+    num_drained: int = 0
+    depth: int = 0
+    spent_s: float = 0.0
+    failure: str = ""
+    path: list[Action] = []
+
+
+# -- what can happen -------------------------------------------------------------------------------
+
+
+def _actions(world: World) -> Iterator[Action]:
+    setting = world.setting
+    for member in world.alive:
+        rank = member.rank
+        if not member.is_over:
+            for choice in _choices(world, member):
+                yield "go", rank, *choice
+        if member.error is None:
+            yield from _endings(world, member)
+        yield from (("stop", rank, key) for key in member.stuck)
+    if world.ticks:
+        yield ("tick",)
+    if world.fault:
+        return
+    for kind, member in itertools.product(setting.faults, world.alive):
+        if member.is_over:
+            continue
+        if kind == "crash" or member.is_idle:
+            yield kind, member.rank
+
+
+def _choices(world: World, member: Member) -> Iterator[tuple[str, str]]:
+    """What the next step of ``member`` refuses, and which agreed call comes before it."""
+    if not member.is_idle:
+        yield "", ""
+        return
+    place = member.manager.epoch, member.manager.step + 1
+    calls = [world.script[place]] if place in world.script else [""]
+    if place not in world.script and world.withdraws:
+        calls += [str(intent.key) for intent in member.manager.open_intents]
+    keys = [wish.key for wish in member.due()] if world.setting.refusals else []
+    for num_refused in range(len(keys) + 1):
+        for refused in itertools.combinations(keys, num_refused):
+            yield from ((" ".join(refused), call) for call in calls)
+
+
+def _endings(world: World, member: Member) -> Iterator[Action]:
+    for key in member.held:
+        intent = member.intents[key]
+        if intent.is_open and not intent.local_ended and intent.vote:
+            yield "end", member.rank, key
+            if world.failures:
+                yield "fail", member.rank, key
+
+
+def _apply(world: World, action: Action, visible_max: int = -1) -> int:
+    """Let it happen; how much of it became visible to other ranks on the way."""
+    world.net.num_visible, world.net.visible_max = 0, visible_max
+    kind = action[0]
+    if kind in ("tick", "pass"):
+        world.clock.now_s += TICK_S
+        world.ticks -= kind == "tick"
+        return 0
+    member = world.members[int(action[1])]
+    match kind:
+        case "go":
+            _go(world, member, str(action[2]), str(action[3]))
+        case "end":
+            member.manager.mark_ended(member.intents[str(action[2])])
+        case "fail":
+            world.failures -= 1
+            member.manager.mark_ended(member.intents[str(action[2])], 0)
+        case "stop":
+            member.stops(str(action[2]))
+        case "dies in":
+            world.fault, world.faulty_rank = "crash", member.rank
+            try:
+                _apply(world, ("go", *action[1:4]), int(action[4]))
+            except Crash:
+                world.net.kill(member.rank)
+        case _:
+            world.fault, world.faulty_rank = str(kind), member.rank
+            _strike(world, member, str(kind))
+    return world.net.num_visible
+
+
+def _go(world: World, member: Member, refused: str, call: str) -> None:
+    if member.is_idle:
+        place = member.manager.epoch, member.manager.step + 1
+        if place not in world.script:
+            world.script[place] = call
+            world.withdraws -= bool(call)
+    member.go(frozenset(refused.split()), call)
+
+
+def _strike(world: World, member: Member, kind: str) -> None:
+    match kind:
+        case "crash":
+            world.net.kill(member.rank)
+        case "skip":
+            member.iteration += 1
+        case "repeat":
+            member.iteration -= 1
+        case _:
+            member.manager.note("stray", member.rank)
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def explore(
+    setting: Setting,
+    *,
+    states_max: int = STATES_MAX,
+    tell: Callable[[int, int], None] | None = None,
+) -> Found:
+    """All states of ``setting``, breadth first, until a promise breaks or none is new."""
+    logging.getLogger("kvpact").setLevel(logging.CRITICAL)
+    started = time.monotonic()
+    found = Found(setting=setting)
+    first = World(setting)
+    known = {digest(first): 0}
+    came_from: list[tuple[int, Action]] = [(-1, ())]
+    led_here: list[list[int]] = [[]]  # by plain actions, from which states
+    drained: list[int] = []
+    depths = [0]
+    queue: deque[tuple[int, bytes]] = deque([(0, pickle.dumps(first, 5))])
+    while queue and not found.failure:
+        here, data = queue.popleft()
+        num_moves = 0
+        for action, world in _successors(data):
+            found.num_transitions += 1
+            key = digest(world)
+            there = known.get(key)
+            if there is None:
+                there = known[key] = len(came_from)
+                came_from.append((here, action))
+                led_here.append([])
+                depths.append(depths[here] + 1)
+                found.failure = broken(world)
+                if found.failure:
+                    found.path = _path(came_from, there)
+                    break
+                queue.append((there, pickle.dumps(world, 5)))
+                if tell is not None and there % 20_000 == 0:
+                    tell(there, len(queue))
+            if there != here:
+                num_moves += 1
+                if action[0] in _PLAIN and not (action[0] == "go" and action[3]):
+                    led_here[there].append(here)
+        if not found.failure and pickle.loads(data).is_drained:
+            drained.append(here)
+        elif not found.failure and not num_moves:
+            found.failure, found.path = "nothing can happen any more", _path(came_from, here)
+        if len(known) > states_max:
+            found.failure = f"more than {states_max} states: make the setting smaller"
+    found.num_states, found.num_drained, found.depth = len(known), len(drained), max(depths)
+    if not found.failure:
+        stuck = _stuck(led_here, drained)
+        if stuck is not None:
+            found.failure = "from here nothing leads to where all has drained"
+            found.path = _path(came_from, stuck)
+    found.spent_s = time.monotonic() - started
+    return found
+
+
+def _successors(data: bytes) -> Iterator[tuple[Action, World]]:
+    """What each action makes of the world in ``data``; the search clones it by pickling."""
+    world: World = pickle.loads(data)
+    before = digest(world)
+    can_move, waits = False, any(not m.is_over and not m.is_idle for m in world.alive)
+    dies = "crash" in world.setting.faults and not world.fault
+    for action in list(_actions(world)):
+        clone: World = pickle.loads(data)
+        num_visible = _apply(clone, action)
+        if action[0] == "go":
+            if digest(clone) == before:
+                continue  # it only waits
+            can_move = True
+            for visible in range(1, num_visible) if dies else ():
+                dying: World = pickle.loads(data)
+                cut = ("dies in", *action[1:4], visible)
+                _apply(dying, cut)
+                yield cut, dying
+        yield action, clone
+    if waits and not can_move:
+        clone = pickle.loads(data)
+        _apply(clone, ("pass",))
+        yield ("pass",), clone
+
+
+def _stuck(led_here: list[list[int]], drained: list[int]) -> int | None:
+    """The first state from which no plain actions lead to a drained one."""
+    reached = bytearray(len(led_here))
+    pending = list(drained)
+    for state in pending:
+        reached[state] = 1
+    while pending:
+        for before in led_here[pending.pop()]:
+            if not reached[before]:
+                reached[before] = 1
+                pending.append(before)
+    return next((state for state, is_reached in enumerate(reached) if not is_reached), None)
+
+
+def _path(came_from: list[tuple[int, Action]], state: int) -> list[Action]:
+    path: list[Action] = []
+    while state > 0:
+        state, action = came_from[state]
+        path.append(action)
+    return path[::-1]
+
+
+def replay(setting: Setting, path: list[Action]) -> World:
+    """The world at the end of ``path``: to look at what a search has found."""
+    world = World(setting)
+    for action in path:
+        _apply(world, action)
+    return world
