@@ -87,6 +87,6 @@ class Backup:
         """Host pages of this rank that open intents own."""
         return [page for carriage in self._carriages.values() for page in carriage.pages]
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""
         self._carriages.clear()

@@ -69,6 +69,8 @@ class BufferFlush(Backup):
         Each has the one before it as its parent: so the first that is refused anywhere keeps all
         behind it in line, on every rank.
         """
+        if not self._storage.is_attached:
+            self._forget_queue()
         previous: Intent | None = None
         while self._queue:
             # A split leaves the mark on both halves but only the lower one in the queue.
@@ -78,7 +80,8 @@ class BufferFlush(Backup):
                 chain.append(node)
                 node = node.parent
             for node in reversed(chain):
-                if not node.is_alive or not node.device.state or self._is_too_large(node):
+                is_there = node.is_alive and self._insertion.is_readable(node)
+                if not is_there or self._is_too_large(node):
                     node.is_queued = False
                     continue
                 intent = self._open(node, previous)
@@ -88,6 +91,15 @@ class BufferFlush(Backup):
                 node.is_queued = False
                 previous = intent
             self._queue.popleft()
+
+    def _forget_queue(self) -> None:
+        """Storage is off, or about to be: nothing new is written."""
+        for node in self._queue:
+            above: Node | None = node
+            while above is not None and above.is_queued:
+                above.is_queued = False
+                above = above.parent
+        self._queue.clear()
 
     def _is_too_large(self, node: Node) -> bool:
         """It could never be staged, or follows one that was dropped: drop it, do not block."""
@@ -153,7 +165,9 @@ class BufferFlush(Backup):
         for node in carriage.nodes:
             self._tiers.tree.unpin(node, Tier.DEVICE)
         carriage.unfollow()
-        if not intent.is_committed:
+        if not intent.is_committed or carriage.is_void:
+            if intent.is_committed:
+                self._tiers.manager.ledger.refund(Tier.HOST.value, len(carriage.pages))
             self._tiers.pools[Tier.HOST].free(carriage.pages)
             return
         pages = carriage.pages
@@ -178,9 +192,9 @@ class BufferFlush(Backup):
         """Staging pages that storage writes own: charged, though no intent holds them."""
         return [page for pages in self._staged.values() for page in pages]
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open or queued any more."""
-        super().clear(keeps_stock=keeps_stock)
+        super().clear()
         self._queue.clear()
         self._deferred.clear()
         self._staged.clear()

@@ -1,19 +1,33 @@
 """What of the cache survives the end of an epoch.
 
 ``reset``: nothing but the pages that live requests hold; those are *orphaned*: out of use, in no
-tree, given back when their request ends. ``detach``: the device tier stays, everything else goes.
+tree, given back when their request ends. ``detach``: what every rank has on the device stays, in a
+tree that is built anew; the other tiers are off from then on.
 Copies of the old epoch may still run; the pages they touch stay in limbo until they have ended.
 """
 
 from __future__ import annotations
 
-import xxhash
+from itertools import takewhile
 
-from cache.node import Node, Presence, Residency, Tier
+import numpy as np
+
+from cache.content import page_hashes
+from cache.node import Node, Residency, Tier, Tokens
 from cache.parts import Parts
 from consensus.report import Seal
 
 __all__ = ["Carryover"]
+
+
+class _Page:
+    """One device page, and the side pages at its position by pool."""
+
+    __slots__ = ("page", "side")
+
+    def __init__(self, page: int, side: dict[str, int]) -> None:
+        self.page = page
+        self.side = side
 
 
 class Carryover:
@@ -21,7 +35,6 @@ class Carryover:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._keeps_device = False
         self.lost: tuple[str, ...] = ()
 
     # -- what the others must know ---------------------------------------------------------------
@@ -33,26 +46,33 @@ class Carryover:
             for request in self._parts.requests
         }
 
-    def kept(self) -> int:
-        """A digest of the device tier: nodes, recency, requests and headroom, without page ids."""
-        lines = [
-            f"{node.node_id} {node.namespace} {node.last_access} {node.tokens.tobytes().hex()}"
-            for node in self._resident()
-        ]
-        lines += [f"{name} {pages}" for name, pages in sorted(self.live().items())]
-        lines.append(f"{self._parts.tree.clock} {self._parts.engine_pages.headroom}")
-        return xxhash.xxh3_64_intdigest("\n".join(lines).encode()) >> 2
+    def kept(self) -> list[int]:
+        """Hashes of the pages that have arrived on DEVICE with all before them, sorted."""
+        return sorted(self._arrived())
 
-    def _resident(self) -> list[Node]:
-        """Nodes whose whole path has arrived on DEVICE, parents first."""
-        found: list[Node] = []
-        known: set[int] = set()  # membership only
+    def _arrived(self) -> dict[int, _Page]:
+        """By chained hash, the pages of nodes whose whole path has arrived on DEVICE."""
+        found: dict[int, _Page] = {}
+        last: dict[int, int] = {}  # node id -> hash of its last page
+        size = self._parts.config.page_size
         for node in self._parts.tree.nodes():
             above = node.parent
-            is_reached = above is None or above.parent is None or above.node_id in known
-            if node.device.state is Residency.RESIDENT and is_reached:
-                known.add(node.node_id)
-                found.append(node)
+            if above is None:
+                continue
+            is_first = above.is_root
+            reached = 0 if is_first else last.get(above.node_id, -1)
+            if reached < 0 or node.device.state is not Residency.RESIDENT:
+                continue
+            hashes = page_hashes(node.tokens, size, reached, node.namespace if is_first else "")
+            last[node.node_id] = hashes[-1]
+            for position, (key, page) in enumerate(zip(hashes, node.device.pages, strict=True)):
+                side = {
+                    name: one
+                    for name, pages in node.device.side.items()
+                    for at, one in pages
+                    if at == position
+                }
+                found[key] = _Page(page, side)
         return found
 
     def usable(self) -> dict[str, int]:
@@ -80,26 +100,31 @@ class Carryover:
     def drop(self, seal: Seal | None) -> None:
         """Drop what ``seal.then`` says (``None``: an ordered reset, which loses nobody)."""
         parts = self._parts
-        self._keeps_device = seal is not None and seal.then == "detach"
-        parts.is_detached |= self._keeps_device
         self.lost = seal.lost if seal is not None else ()
-        for path in parts.paths():
-            path.clear(keeps_stock=self._keeps_device)
-        for tier in Tier:
-            parts.event_log.cleared(tier.value)
-        if self._keeps_device:
-            self._keep_device_tier()
-        else:
-            parts.orphans.take(parts.requests)
-            parts.tiers.pools[Tier.DEVICE].reset(keep=parts.orphans.pages)
-            parts.tiers.pools[Tier.HOST].reset()
-            self._reset_side_pools(parts.orphans.side_pages)
-            parts.tree.clear()
         for name in self.lost:
             request = parts.requests.get(name)
             if request is not None:
+                parts.orphans.take([request])
                 parts.orphans.lose(request)
                 parts.requests.forget(request)
+        for path in parts.paths():
+            path.clear()
+        for tier in Tier:
+            parts.event_log.cleared(tier.value)
+        if seal is not None and seal.then == "detach":
+            parts.is_detached = True
+            self._rebuild_device_tier(set(seal.kept))
+        else:
+            parts.orphans.take(parts.requests)
+            parts.tree.clear()
+            self._reset_pools([], [])
+
+    def _reset_pools(self, kept: list[int], side_kept: list[tuple[str, int]]) -> None:
+        """All pages come back but those that are kept, orphaned, or still being copied."""
+        parts = self._parts
+        parts.tiers.pools[Tier.DEVICE].reset(keep=[*kept, *parts.orphans.pages])
+        parts.tiers.pools[Tier.HOST].reset()
+        self._reset_side_pools([*side_kept, *parts.orphans.side_pages])
 
     def _reset_side_pools(self, kept: list[tuple[str, int]]) -> None:
         for side in self._parts.tiers.side:
@@ -107,44 +132,82 @@ class Carryover:
             side.pools[Tier.DEVICE].reset(keep=pages)
             side.pools[Tier.HOST].reset()
 
-    def _keep_device_tier(self) -> None:
-        """Only what is RESIDENT on DEVICE stays; pins are those of live requests."""
+    def _rebuild_device_tier(self, kept: set[int]) -> None:
+        """A new tree of the pages that every rank has, the same on all ranks whatever parted them.
+
+        ``kept`` are hashes, for membership only. Recency begins anew, in the order of the tokens.
+        A request whose whole path is kept goes on with it; the others' pages are orphaned.
+        """
         parts = self._parts
-        nodes = list(parts.tree.nodes())
-        resident = [(node, node.device.pages, node.device.side) for node in self._resident()]
-        parts.tree.forget_presence()
-        kept: list[int] = parts.orphans.pages
-        side_kept: list[tuple[str, int]] = parts.orphans.side_pages
-        for node in nodes:
-            node.device, node.host = Presence(), Presence()
-            node.carriages.clear()
-            node.is_queued, node.built_on = False, ()
-        for node, pages, side in resident:
-            node.device.side = side
-            parts.tree.place(node, Tier.DEVICE, Residency.RESIDENT, pages)
-            kept += pages
-            side_kept += [(name, page) for name in side for _, page in side[name]]
-        for request in parts.requests:
-            held, request.held = request.held, None
-            present = [] if held is None else [n for n in held.path() if n.device.is_published]
-            if held is not None and (not present or present[-1] is not held):
-                request.must_recompute = True  # its loads may never arrive
-                parts.withdrawal.must_recompute.append(request.name)
-            parts.requests.hold(request, present[-1] if present else None)
-            kept += request.private
-        kept += parts.engine_pages.held_pages()
-        parts.tiers.hollow(nodes)
-        parts.tiers.prune()
-        parts.tiers.pools[Tier.DEVICE].reset(keep=kept)
-        parts.tiers.pools[Tier.HOST].reset()
-        self._reset_side_pools(side_kept)
+        arrived = self._arrived()
+        prefixes = self._prefixes(kept)
+        held = {
+            request.name: request.held.path()
+            for request in parts.requests
+            if request.held is not None
+        }
+        paths = {name: np.concatenate([n.tokens for n in path]) for name, path in held.items()}
+        spaces = {name: path[-1].namespace for name, path in held.items()}
+        going_on = [
+            request
+            for request in parts.requests
+            if request.held is None or self._is_kept(request.held, kept)
+        ]
+        parts.orphans.take(request for request in parts.requests if request not in going_on)
+        for request in going_on:
+            request.held = None
+        parts.tree.clear()
+        pages: list[int] = []
+        side: list[tuple[str, int]] = []
+        for namespace, tokens in prefixes:
+            for node in parts.tree.insert(tokens, namespace):
+                if node.device.state is Residency.ABSENT:
+                    own = [arrived[key] for key in self._hashes_of(node)]
+                    self._place(node, own)
+                    pages += node.device.pages
+                    side += [(name, one) for entry in own for name, one in entry.side.items()]
+        for request in going_on:
+            pages += request.private
+            if request.name in paths:
+                path = parts.tree.match(paths[request.name], spaces[request.name])
+                parts.requests.hold(request, path[-1])
+        self._reset_pools(pages, side)
+
+    def _place(self, node: Node, pages: list[_Page]) -> None:
+        names = {name for page in pages for name in page.side}
+        node.device.side = {
+            name: [(at, page.side[name]) for at, page in enumerate(pages) if name in page.side]
+            for name in sorted(names)
+        }
+        self._parts.tree.place(node, Tier.DEVICE, Residency.RESIDENT, [one.page for one in pages])
+
+    def _hashes_of(self, node: Node) -> list[int]:
+        size = self._parts.config.page_size
+        path = node.path()
+        tokens = np.concatenate([one.tokens for one in path])
+        return page_hashes(tokens, size, 0, node.namespace)[-node.num_pages :]
+
+    def _is_kept(self, node: Node, kept: set[int]) -> bool:
+        return self._hashes_of(node)[-1] in kept
+
+    def _prefixes(self, kept: set[int]) -> list[tuple[str, Tokens]]:
+        """The longest kept prefixes, in an order that follows from the tokens alone."""
+        found: list[tuple[str, Tokens]] = []
+        for node in self._parts.tree.nodes():
+            tokens = np.concatenate([one.tokens for one in node.path()])
+            size = self._parts.config.page_size
+            hashes = page_hashes(tokens, size, 0, node.namespace)
+            num_pages = sum(1 for _ in takewhile(kept.__contains__, hashes))
+            if num_pages:
+                found.append((node.namespace, tokens[: num_pages * size]))
+        found.sort(key=lambda one: (one[0], one[1].tobytes()))
+        return found
 
     def restart(self, epoch: int, usable: dict[str, int]) -> None:
         """Begin ``epoch`` with ``usable`` pages; what was kept is charged again."""
         parts = self._parts
         parts.manager.begin_epoch(epoch, usable)
         pages = sum(len(node.device.pages) for node in parts.tree.nodes())
-        pages += parts.engine_pages.headroom
         pages += sum(len(request.private) for request in parts.requests)
         parts.manager.ledger.charge(Tier.DEVICE.value, pages)
         for name, owned in parts.tiers.side.owned(list(parts.tree.nodes()), []).items():

@@ -186,8 +186,8 @@ class EnginePages:
         if self._top_up is intent:
             self._top_up = None
 
-    def clear(self, *, keeps_stock: bool) -> None:
-        """The epoch is over: who waits need not wait; the headroom may be carried over."""
+    def clear(self) -> None:
+        """The epoch is over: who waits need not wait, and the headroom is filled anew."""
         for ticket in [*self._tickets.values(), *(ticket for ticket, _ in self._waiting)]:
             ticket.num_pages = 0
             ticket.refuse("the epoch was closed")
@@ -195,8 +195,7 @@ class EnginePages:
         self._waiting.clear()
         self._reserved.clear()
         self._top_up = None
-        if not keeps_stock:
-            self._stock.clear()
+        self._stock.clear()
 
     def held_pages(self) -> list[int]:
         """Device pages of this rank in the headroom and in open intents."""

@@ -439,6 +439,7 @@ class HierarchicalCache:
         """
         ledger = self.manager.ledger
         usable = {pool: ledger.usable(pool) for pool in self.manager.schema.pools}
+        usable[Tier.DEVICE.value] += len(self.orphans.pages)  # they are not usable already
         self.carryover.drop(None)
         usable[Tier.DEVICE.value] -= len(self.orphans.pages)
         self.stepper.renew(usable)

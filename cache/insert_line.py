@@ -94,7 +94,7 @@ class InsertLine:
             for place, wish in enumerate(self._line)
         }
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nobody waits any more."""
         self._line.clear()
 

@@ -152,6 +152,14 @@ class Insertion:
                 self._tiers.manager.mark_ended(carriage.intent)
         self._unread.clear()
 
+    def is_readable(self, node: Node) -> bool:
+        """A copy that starts now finds its bytes on the device: agreed. Not where they are still
+        being loaded."""
+        carriage = node.device.carriage
+        if node.device.state is Residency.RESERVED and carriage is not None:
+            return carriage.intent is not None and carriage.intent.kind == self.kind
+        return node.device.state is Residency.RESIDENT
+
     def sources(self, nodes: list[Node]) -> tuple[list[int], list[Carriage]]:
         """Device pages of ``nodes`` for a copy to read, and the undecided inserts it reads.
 
@@ -207,7 +215,7 @@ class Insertion:
             self._tiers.side.free_carriage(carriage)
             self._tiers.hollow(nodes)
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""
         self._carriages.clear()
         self._unread.clear()

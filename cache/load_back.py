@@ -335,7 +335,7 @@ class LoadBack:
         if not good:
             tiers.side.free_carriage(carriage)
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open, and who waits need not wait."""
         for ticket in self._tickets:
             ticket.refuse("the epoch was closed")

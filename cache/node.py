@@ -138,7 +138,7 @@ class Node:
         self.hashes: list[int] = []
         self.is_alive = True
         self.is_queued = False
-        self.is_stored = False  # buffer-only: it has been handed to storage
+        self.is_stored = False  # buffer-only: it came from storage, or was handed to it
         self.is_dropped = False  # buffer-only: it can never be staged, nor what lies below it
 
     def __repr__(self) -> str:
@@ -175,7 +175,8 @@ class Carriage:
     ``anchor`` is the node whose path is pinned in ``tier`` until the intent has ended.
     ``num_copies`` counts copies of this rank that still read or write its pages; ``good`` says of
     those that have ended how many pages each had and whether it went well. ``readers`` are requests
-    that have finished with it still open, and the node they held.
+    that have finished with it still open, and the node they held. ``is_void``: what it brings was
+    taken back at its source meanwhile, so nobody may come to rely on it.
     """
 
     __slots__ = (
@@ -184,6 +185,7 @@ class Carriage:
         "fill",
         "good",
         "intent",
+        "is_void",
         "nodes",
         "num_copies",
         "on_refused",
@@ -207,6 +209,7 @@ class Carriage:
         self.good: list[tuple[int, bool]] = []
         self.intent: Intent | None = None
         self.fill: Callable[[list[Node], list[int]], None] | None = None
+        self.is_void = False
         self.readers: list[tuple[str, Node]] = []
         self.on_refused: list[Callable[[], None]] = []
 

@@ -45,7 +45,7 @@ __all__ = ["Parts"]
 class _Path(Protocol):
     """One way of pages through the tiers."""
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over."""
         ...
 

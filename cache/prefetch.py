@@ -255,29 +255,27 @@ class Prefetch:
         tiers.free(Tier.HOST, surplus)
 
     def _place(self, fetch: _Fetch, path: list[Node], good: int) -> list[int]:
-        surplus: list[int] = []
+        """Publish what has a place below what is on HOST; returns the pages that have none."""
+        placed: set[int] = set()  # membership only
         position = 0
         is_reached = True
         for node in path:
             first = position - fetch.start
             position += node.num_pages
-            if first < 0:
-                is_reached = is_reached and node.host.is_published
-                continue
-            pages = fetch.pages[first : first + node.num_pages]
-            if is_reached and node.host.state is Residency.ABSENT and node.host.carriage is None:
-                tiers = self._tiers
-                tiers.tree.place(node, Tier.HOST, Residency.RESIDENT, pages)
-            else:
-                surplus += pages
-                is_reached = is_reached and node.host.is_published
-        return surplus
+            is_free = node.host.state is Residency.ABSENT and node.host.carriage is None
+            if is_reached and is_free and first >= 0:
+                pages = fetch.pages[first : first + node.num_pages]
+                self._tiers.tree.place(node, Tier.HOST, Residency.RESIDENT, pages)
+                node.is_stored = True
+                placed.update(pages)
+            is_reached = is_reached and node.host.is_published
+        return [page for page in fetch.pages[:good] if page not in placed]
 
     def held_pages(self) -> list[int]:
         """Host pages of this rank that open prefetches own."""
         return [page for fetch in self._fetches.values() for page in fetch.pages]
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open, and who waits need not wait."""
         for fetch in self._fetches.values():
             fetch.ticket.refuse("the epoch was closed")

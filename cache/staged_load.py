@@ -7,8 +7,10 @@ other and clears the staging behind them.
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from cache.load_back import LoadBack
-from cache.node import Node, Residency, Tier, Tokens
+from cache.node import Node, Tier, Tokens
 from cache.prefetch import Prefetch
 from cache.requests import Request
 from cache.ticket import Ticket, TicketState
@@ -61,30 +63,25 @@ class StagedLoads:
             ticket.refuse(fetch.why)
         elif fetch.state is TicketState.READY and staged.load is None:
             path, _ = self._tiers.tree.walk(staged.tokens, staged.namespace)
-            served = [n for n in path if n.device.is_published or n.host.is_published]
-            staged.load = self._load_back.request(ticket.request, served, None)
+            served = takewhile(lambda n: n.device.is_published or n.host.is_published, path)
+            staged.load = self._load_back.request(ticket.request, list(served), None)
         load = staged.load
         if load is not None and load.state is not TicketState.PENDING:
             ticket.state, ticket.num_pages, ticket.why = load.state, load.num_pages, load.why
 
     def _clear_staging(self) -> None:
-        """What is in staging and neither read nor about to be read is free."""
-        cleared = False
-        for node in list(self._tiers.tree.nodes()):
-            host = node.host
-            if host.state is Residency.RESIDENT and host.pins == 0 and host.num_children == 0:
-                self._tiers.drop(node, Tier.HOST)
-                cleared = True
-        if cleared:
-            self._tiers.prune()
-            self._clear_staging()
+        """What is in staging and neither read nor about to be read is free, leaves first."""
+        order = self._tiers.tree.order[Tier.HOST]
+        while (node := order.pop()) is not None:
+            self._tiers.drop(node, Tier.HOST)
+        self._tiers.prune()
 
     @property
     def num_open(self) -> int:
         """Loads that are not decided: agreed."""
         return len(self._loads)
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over."""
         for staged in self._loads:
             staged.ticket.refuse("the epoch was closed")

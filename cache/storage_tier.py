@@ -81,6 +81,8 @@ class StorageTier:
         if self.state is StorageState.DRAINING and not self.is_busy:
             self.state = StorageState.DETACHED
             self._tiers.manager.note("detached")
+        if self.state is StorageState.DETACHED:
+            self.storing.drop_queue()  # copies to staging that ended later
 
     def attach(self) -> None:
         """Agreed call: new writes and prefetches may begin."""
@@ -100,7 +102,7 @@ class StorageTier:
         if self.state is StorageState.ATTACHED:
             self.state = StorageState.DRAINING if self.is_busy else StorageState.DETACHED
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""
-        self.storing.clear(keeps_stock=keeps_stock)
-        self.prefetch.clear(keeps_stock=keeps_stock)
+        self.storing.clear()
+        self.prefetch.clear()

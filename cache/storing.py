@@ -70,27 +70,48 @@ class Storing:
         return bool(self._queue or self._open)
 
     def plan(self) -> None:
-        """Open what finds a slot and a place, in the order of queueing."""
-        manager = self._tiers.manager
+        """Open what finds a slot and a place, in the order of queueing.
+
+        What was computed on top of a load that has not ended stays in line, others pass it: if the
+        load fails it is void, and what is in storage cannot be taken back.
+        """
+        unsure: deque[tuple[Carriage, Released]] = deque()
         while self._queue:
-            carriage, released = self._queue[0]
-            num_pages = carriage.num_pages
-            if num_pages > manager.ledger.usable(STORAGE):
+            if not self._queue[0][0].is_void and _may_be_void(self._queue[0][0]):
+                unsure.append(self._queue.popleft())
+            elif not self._plan(*self._queue[0]):
+                break
+            else:
                 self._queue.popleft()
-                self.num_dropped += 1
-                manager.note("not stored", carriage.nodes[-1].node_id)
-                self._let_go(carriage, released)
-                continue
-            if manager.room(STORAGE) < num_pages:
-                return
-            intent = manager.open(
-                self.kind, carriage.nodes[-1].node_id, {STORAGE: num_pages}, self, minimum=1
-            )
-            if intent is None:
-                return
-            self._queue.popleft()
-            carriage.intent = intent
-            self._open[intent.serial] = (carriage, released)
+        self._queue.extendleft(reversed(unsure))
+
+    def _plan(self, carriage: Carriage, released: Released) -> bool:
+        """Open its write, or let it go; False: it has to wait."""
+        manager = self._tiers.manager
+        num_pages = carriage.num_pages
+        if carriage.is_void or num_pages > manager.ledger.usable(STORAGE):
+            self._drop(carriage, released)
+            return True
+        if manager.room(STORAGE) < num_pages:
+            return False
+        intent = manager.open(
+            self.kind, carriage.nodes[-1].node_id, {STORAGE: num_pages}, self, minimum=1
+        )
+        if intent is None:
+            return False
+        carriage.intent = intent
+        self._open[intent.serial] = (carriage, released)
+        return True
+
+    def drop_queue(self) -> None:
+        """Storage is off: what waits is not stored."""
+        while self._queue:
+            self._drop(*self._queue.popleft())
+
+    def _drop(self, carriage: Carriage, released: Released) -> None:
+        self.num_dropped += 1
+        self._tiers.manager.note("not stored", carriage.nodes[-1].node_id)
+        self._let_go(carriage, released)
 
     # -- participant -----------------------------------------------------------------------------
 
@@ -138,7 +159,13 @@ class Storing:
         carriage.unfollow()
         released(carriage.nodes, stored)
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open or queued any more."""
         self._queue.clear()
         self._open.clear()
+
+
+def _may_be_void(carriage: Carriage) -> bool:
+    """Some load that its nodes were computed on has not ended: agreed."""
+    loads = [load for node in carriage.nodes for load in node.built_on]
+    return any(load.intent is not None and load.intent.is_open for load in loads)

@@ -22,7 +22,14 @@ __all__ = ["Tiers"]
 class Demoter(Protocol):
     """Write-back: who moves victims of the device to the host before their pages are used again."""
 
-    num_underway: int
+    @property
+    def is_held_up(self) -> bool:
+        """In this step it found no slot: it can go on in a later one."""
+        ...
+
+    def underway(self, pool: str) -> int:
+        """Pages of ``pool`` that come free when what it moves has ended."""
+        ...
 
     def demote(self, node: Node) -> bool:
         """Begin; False: not in this step."""
@@ -59,7 +66,7 @@ class Tiers:
 
     def room(self, tier: Tier) -> int:
         """Pages that could be had, evicting what may go: agreed. Demoted ones take some steps."""
-        free = self._balance(tier) + self._underway(tier)
+        free = self._balance(tier) + self._underway(tier.value)
         return max(0, free + self.tree.num_evictable[tier])
 
     def make_room(self, tier: Tier, num_pages: int, side: Mapping[str, int] | None = None) -> bool:
@@ -72,8 +79,8 @@ class Tiers:
             return False
         if self.room(tier) < num_pages:
             return False
-        while (missing := num_pages - self._balance(tier)) > self._underway(tier):
-            if self._evict_next(tier, missing - self._underway(tier)) == 0:
+        while (missing := num_pages - self._balance(tier)) > self._underway(tier.value):
+            if self._evict_next(tier, missing - self._underway(tier.value)) == 0:
                 return False
         return self._balance(tier) >= num_pages
 
@@ -81,18 +88,20 @@ class Tiers:
         manager = self.manager
         if any(manager.ledger.usable(name) < needed for name, needed in side.items()):
             return False
-        while any(manager.room(name) < needed for name, needed in side.items()):
+        while any(manager.room(name) + self._underway(name) < side[name] for name in side):
             if self._evict_next(tier, 1) == 0:
                 return False
-        return True
+        return all(manager.room(name) >= needed for name, needed in side.items())
 
     def is_coming(self, tier: Tier, num_pages: int) -> bool:
-        """Demotions that are under way will make so much room (write-back only)."""
-        return self._underway(tier) > 0 and self.room(tier) >= num_pages
+        """Demotions under way, or held up by a lack of slots, will make room (write-back only)."""
+        demoter = self.demoter
+        if demoter is None or tier is not Tier.DEVICE or self.room(tier) < num_pages:
+            return False
+        return self._underway(tier.value) > 0 or demoter.is_held_up
 
-    def _underway(self, tier: Tier) -> int:
-        is_demoted = self.demoter is not None and tier is Tier.DEVICE
-        return self.demoter.num_underway if is_demoted and self.demoter is not None else 0
+    def _underway(self, pool: str) -> int:
+        return self.demoter.underway(pool) if self.demoter is not None else 0
 
     def _balance(self, tier: Tier) -> int:
         """Room by the ledger; below 0 where copies that were given up hold more than is left."""

@@ -43,8 +43,10 @@ class Withdrawal:
         self.must_recompute += self._requests.void(node)
         self.must_recompute += [name for name, held in load.readers if node in held.path()]
         for below in _leaves_first(node):
-            if load in below.built_on and below.host.state:
-                self.retract_host(below)  # with older copies below it: nobody could reach them
+            if load in below.built_on:
+                _void(below)
+                if below.host.state:
+                    self.retract_host(below)  # with older copies below it: nobody could reach them
             self._retract(below, Tier.DEVICE)
 
     def _retract(self, node: Node, tier: Tier) -> None:
@@ -56,8 +58,16 @@ class Withdrawal:
             self._tiers.manager.note("retract", tier.value, node.node_id)
             self._tiers.drop(node, tier)
             presence.carriage = None
+            if tier is Tier.HOST:
+                _void(node)
         elif presence.state is Residency.ABSENT:
             self._tiers.hollow([node])
+
+
+def _void(node: Node) -> None:
+    """What is under way from ``node`` to elsewhere has lost its source."""
+    for carriage in node.carriages:
+        carriage.is_void = True
 
 
 def _leaves_first(top: Node) -> list[Node]:

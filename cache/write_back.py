@@ -9,6 +9,7 @@ rank is deleted on all. A low-water mark demotes ahead of need, so that waiting 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from cache.backup import Backup
@@ -40,8 +41,19 @@ class WriteBack(Backup):
         self._on_backed_up = on_backed_up
         self._withdrawal = withdrawal
         self._low_water_pages = low_water_pages
-        self.num_underway = 0  # device pages that come free when their demotion has ended
+        self._underway: Counter[str] = Counter()  # by pool
+        self._held_up_at = (-1, -1)
         tiers.demoter = self
+
+    def underway(self, pool: str) -> int:
+        """Pages of a device pool that come free when what is being demoted has ended."""
+        return self._underway[pool]
+
+    @property
+    def is_held_up(self) -> bool:
+        """It found no slot since the last step."""
+        manager = self._tiers.manager
+        return self._held_up_at == (manager.epoch, manager.step)
 
     @property
     def num_queued(self) -> int:
@@ -51,8 +63,9 @@ class WriteBack(Backup):
     def plan(self) -> None:
         """Keep the agreed free pages of the device above the low-water mark."""
         missing = self._low_water_pages - self._tiers.manager.room(Tier.DEVICE.value)
-        while missing > self.num_underway:
-            if not self._tiers.evict(Tier.DEVICE, missing - self.num_underway):
+        pool = Tier.DEVICE.value
+        while missing > self._underway[pool]:
+            if not self._tiers.evict(Tier.DEVICE, missing - self._underway[pool]):
                 return
 
     def demote(self, node: Node) -> bool:
@@ -74,6 +87,7 @@ class WriteBack(Backup):
         intent = tiers.manager.open(self.kind, node.node_id, need, self)
         if intent is None:
             tiers.tree.order[Tier.DEVICE].offer(node)
+            self._held_up_at = (tiers.manager.epoch, tiers.manager.step)
             return False
         carriage.intent = intent
         self._carriages[intent.serial] = carriage
@@ -81,7 +95,7 @@ class WriteBack(Backup):
         tiers.tree.place(node, Tier.HOST, Residency.RESERVED)
         tiers.tree.pin(node, Tier.DEVICE)
         tiers.tree.pin(node, Tier.HOST)
-        self.num_underway += num_pages
+        self._underway.update(_leaving(intent))
         return True
 
     def _delete(self, node: Node) -> None:
@@ -109,7 +123,7 @@ class WriteBack(Backup):
         """Moved, or deleted; a node that somebody has come to need meanwhile stays."""
         carriage = self._carriages.pop(intent.serial)
         tiers = self._tiers
-        self.num_underway -= intent.need[Tier.HOST.value]
+        self._underway.subtract(_leaving(intent))
         is_moved = intent.state is State.DONE
         if not is_moved:
             for node in carriage.nodes:
@@ -129,7 +143,13 @@ class WriteBack(Backup):
                 tiers.num_evicted[Tier.DEVICE] += node.num_pages
                 tiers.drop(node, Tier.DEVICE)
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""
-        super().clear(keeps_stock=keeps_stock)
-        self.num_underway = 0
+        super().clear()
+        self._underway.clear()
+
+
+def _leaving(intent: Intent) -> dict[str, int]:
+    """Pages per device pool that what ``intent`` moves has there."""
+    host, device = Tier.HOST.value, Tier.DEVICE.value
+    return {pool.removesuffix(host) + device: pages for pool, pages in intent.need.items()}

@@ -91,7 +91,7 @@ class WriteThrough(Backup):
 
     def _plan(self, node: Node) -> bool:
         """Open its intent, or drop the node from the queue; False: there is no slot."""
-        if not node.is_alive or not node.device.state or node.host.state:
+        if not node.is_alive or node.host.state or not self._insertion.is_readable(node):
             return True
         parents: list[Intent] = []
         above = node.parent
@@ -165,9 +165,9 @@ class WriteThrough(Backup):
         if intent.state is not State.DONE:
             self._free(carriage)
 
-    def clear(self, *, keeps_stock: bool) -> None:
+    def clear(self) -> None:
         """The epoch is over: nothing of it is open or queued any more."""
-        super().clear(keeps_stock=keeps_stock)
+        super().clear()
         self._queue.clear()
 
 

@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 from consensus.errors import Misuse, PeerLost
 from consensus.janitor import entrust
 
-__all__ = ["Group", "ProcessGroup", "RawStore", "Vector", "Work", "first_line"]
+__all__ = ["MAX_OUTSTANDING", "Group", "ProcessGroup", "RawStore", "Vector", "Work", "first_line"]
 
 Vector = NDArray[np.int64]
+
+#: Collectives in flight in one group; the protocol keeps lag + 1 of them.
+MAX_OUTSTANDING = 256
 
 
 class Work(Protocol):

@@ -25,11 +25,20 @@ from typing import Any, Self
 import torch
 import torch.distributed
 
-from consensus.collective import Group, ProcessGroup, RawStore, Vector, Work, first_line
+from consensus.collective import (
+    MAX_OUTSTANDING,
+    Group,
+    ProcessGroup,
+    RawStore,
+    Vector,
+    Work,
+    first_line,
+)
 from consensus.errors import Misuse, PeerLost, ResourceError, StoreSilent
 from consensus.janitor import bounded
 
 __all__ = [
+    "MAX_OUTSTANDING",
     "GlooGroup",
     "Group",
     "NcclGroup",
@@ -40,8 +49,6 @@ __all__ = [
     "serve_tcp_store",
 ]
 
-#: Collectives in flight in one group; the protocol keeps lag + 1 of them.
-MAX_OUTSTANDING = 256
 #: The resolution of c10d's timeouts.
 MIN_WAIT_S = 0.001
 

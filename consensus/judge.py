@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from consensus.ballot import HEADER_FIELDS
+from consensus.ballot import HEADER_FIELDS, Header
 from consensus.journal import first_difference
 from consensus.report import LastSeen, Policy, Report, Seal, SealedError
 
@@ -54,7 +54,11 @@ def judge(
         error = _stall(reports, missing, epoch)
     then = "raise" if missing else _then(error, reports, policy)
     lost = () if then in ("raise", "observe") else _lost(reports)
-    return Seal(error, through, verdicts, then, lost)
+    kept: set[int] = set()
+    if then == "detach":
+        every = [set(report.kept) for report in reports.values()]
+        kept = every[0].intersection(*every[1:])
+    return Seal(error, through, verdicts, then, lost, sorted(kept))
 
 
 def _epoch_of_most(reports: Mapping[int, Report], epoch: int) -> int:
@@ -73,9 +77,6 @@ def _then(error: SealedError, reports: Mapping[int, Report], policy: Policy) -> 
         return "observe"
     if max(report.num_resets for report in reports.values()) >= policy.max_resets:
         return "raise"
-    if policy.kind == "detach":
-        # The device tier can only be kept where it is the same everywhere.
-        return "detach" if len({report.kept for report in reports.values()}) == 1 else "reset"
     return policy.kind
 
 
@@ -98,9 +99,9 @@ def _divergence(
         for rank, report in sorted(reports.items())
     }
     headers = {
-        rank: reports[rank].headers[step]
+        rank: _header(reports[rank], step)
         for rank, step in looked_at.items()
-        if step in reports[rank].headers
+        if reports[rank].headers
     }
     for name in HEADER_FIELDS:
         values = {rank: int(getattr(header, name)) for rank, header in headers.items()}
@@ -116,6 +117,11 @@ def _divergence(
         epoch=epoch,
         step=at_step,
     )
+
+
+def _header(report: Report, step: int) -> Header:
+    """What it posted as ``step``; the newest where it counts its steps otherwise."""
+    return report.headers.get(step) or report.headers[max(report.headers)]
 
 
 def _differ(

@@ -161,6 +161,7 @@ class Membership:
             store.close()
             raise
         watch = Watch(TcpStore(host, port), rank, name=f"{name}/watch", interval_s=beat_s)
+        watch.beat()  # so that a rank that dies at once was seen
         watch.start()
         return cls(
             name,

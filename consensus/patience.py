@@ -56,6 +56,7 @@ class Patience:
         self._looked_at = 0.0
         self._warned = False
         self._num_deadlines = 1
+        self._is_store_silent = False
 
     def begin(self, now: float) -> None:
         """The wait begins."""
@@ -76,11 +77,14 @@ class Patience:
         if now - self._looked_at >= limits.slice_s:
             if self.are_others_closing(step, now, closer):
                 return "asked"
+            if self._is_store_silent:
+                return ""  # that took a while: first see whether the verdict has come
             self._excuse_pauses(now)
         counted_s = now - self._counts_from
         if counted_s >= limits.warn_s and not self._warned:
             self._warned = True
-            self._warn(step, self.waited_s(now))
+            if not self._is_store_silent:
+                self._warn(step, self.waited_s(now))
         if counted_s < limits.deadline_s * self._num_deadlines:
             return ""
         if self._num_deadlines == 1 and not closer.claim_given_up(step):
@@ -92,9 +96,11 @@ class Patience:
     def are_others_closing(self, step: int, now: float, closer: Closer) -> bool:
         """Whether this rank, which waits for ``step``, is asked to report."""
         self._looked_at = now
+        self._is_store_silent = False
         try:
             return closer.is_closing(step)
         except StoreSilent:
+            self._is_store_silent = True
             # Not needed as long as all ranks come. Each try may last, so the next one is far off.
             self._looked_at = now + self._limits.deadline_s / 4
             return False

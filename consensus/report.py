@@ -27,8 +27,8 @@ class Policy(msgspec.Struct, frozen=True):
     """What the caller wants after a divergence; anything else always raises.
 
     ``raise``: every rank raises the sealed error. ``reset``: all ranks drop to an empty cache in a
-    new epoch and go on. ``detach``: likewise, but the device tier is kept where it is equal on all
-    ranks, and the other tiers stay off. ``observe``: report once, change nothing.
+    new epoch and go on. ``detach``: likewise, but what all ranks have on the device is kept, and the
+    other tiers stay off. ``observe``: report once, change nothing.
 
     At most ``max_resets`` within ``window_s`` (by the clock of the rank that seals), then raise.
     """
@@ -59,7 +59,7 @@ class Report(msgspec.Struct, frozen=True):
     what it did; ``pending`` are its oldest open intents, as lines.
 
     ``held`` are the last verdicts it settled. ``live`` gives the pages of each live request and
-    ``kept`` a digest of the device tier: what a new epoch may carry over.
+    ``kept`` names what a ``detach`` could keep here (sorted numbers): what a new epoch may carry over.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Report(msgspec.Struct, frozen=True):
     broken_rank: int = -1
     detail: str = ""
     live: dict[str, int] = {}
-    kept: int = 0
+    kept: list[int] = []
     pools: dict[str, dict[str, int]] = {}
     epoch: int = -1  # after an agreed call on some ranks only not all are in the same
     pending: list[str] = []
@@ -133,7 +133,8 @@ class Seal(msgspec.Struct, frozen=True):
     Whoever is not in the epoch of the error has nothing to settle.
 
     ``then`` is ``raise``, ``reset``, ``detach`` or ``observe``. ``lost`` are live requests that are
-    not the same everywhere: a new epoch does not carry them over.
+    not the same everywhere: a new epoch does not carry them over. ``kept`` is what a ``detach``
+    keeps: what every rank has.
     """
 
     error: SealedError
@@ -141,6 +142,7 @@ class Seal(msgspec.Struct, frozen=True):
     verdicts: dict[int, list[int]]
     then: Closing = "raise"
     lost: tuple[str, ...] = ()
+    kept: list[int] = []
 
 
 class Incident(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ class Sentinel:
     """Looks at the works in flight of ``stepper``; ``alarm`` is what it has found, once.
 
     ``start`` runs it on a thread of its own; a simulator calls ``look`` instead. ``store`` should
-    bound its calls. What is found stands there under ``epoch/<group's epoch>/alarm/<epoch>/<rank>``.
+    bound its calls. What is found stands under ``epoch/<group's epoch>/alarm/<epoch>/<rank>``.
     """
 
     def __init__(

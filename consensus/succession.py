@@ -35,8 +35,8 @@ class Carrier(Protocol):
         """Pages of each live request on this rank: those that differ are lost."""
         ...
 
-    def kept(self) -> int:
-        """A digest of what a ``detach`` keeps."""
+    def kept(self) -> list[int]:
+        """Names, as sorted numbers, of what a ``detach`` could keep on this rank."""
         ...
 
     def drop(self, seal: Seal) -> None:
@@ -125,7 +125,7 @@ class Succession:
             detail=detail,
             epoch=manager.epoch,
             live=self._carrier.live(),
-            kept=self._carrier.kept(),
+            kept=self._carrier.kept() if self._policy.kind == "detach" else [],
             pools=self._carrier.pools(),
             pending=describe(manager),
             phase=phase,

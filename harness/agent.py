@@ -65,12 +65,14 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """An error that an entry raised on one rank; ``kinds`` are the names of its classes."""
+    """An error that an entry raised on one rank; ``kinds`` are the names of its classes.
+    ``after_s``: since the rank had entered its last step."""
 
     number: int
     kinds: list[str]
     ranks: tuple[int, ...]
     text: str
+    after_s: float = 0.0
 
 
 class RankRecord(msgspec.Struct):
@@ -119,6 +121,7 @@ class Agent:
         self._settle_copies = settle_copies
         self._exit_now = exit_now
         self._iteration = 0
+        self._entered_s = 0.0
         self._tickets: dict[str, Ticket] = {}
         self._fetches: dict[str, Ticket] = {}
         self._holding: set[str] = set()
@@ -278,6 +281,7 @@ class Agent:
     def _iterate(self) -> Program:
         yield Pause(self.scenario.world.step_ms / 1000)
         self._settle_copies()
+        self._entered_s = self.cache.stepper.group.now()
         self.cache.begin_step(self._iteration)
         while (result := self.cache.poll_step()) is None:
             yield Pause()
@@ -331,7 +335,8 @@ class Agent:
     def _note_error(self, entry: Do, error: KvpactError) -> None:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         self._note_incident()
-        self.record.raised.append(Raised(entry.number, kinds, error.ranks, str(error)))
+        after_s = self.cache.stepper.group.now() - self._entered_s
+        self.record.raised.append(Raised(entry.number, kinds, error.ranks, str(error), after_s))
 
     def _expect(self, entry: Expect) -> None:
         size = self.scenario.world.page_size

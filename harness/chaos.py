@@ -40,6 +40,7 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 SITES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "device.reserve": {"refuse": (), "short": ()},
     "host.reserve": {"refuse": ()},
+    "staging.reserve": {"refuse": ()},
     "write": {
         "delay": ("steps",),
         "hang": (),
@@ -54,6 +55,9 @@ SITES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "corrupt": (),
         "skew": ("steps", "share"),
     },
+    "storage.put": {"delay": ("steps",), "hang": (), "fail": ()},
+    "storage.get": {"delay": ("steps",), "hang": (), "fail": (), "corrupt": (), "miss": ()},
+    "storage.exists": {"delay": ("steps",), "hang": (), "fail": (), "miss": ()},
     "scheduler": {"slow": ("seconds",), "diverge": ()},
     "process": {"stop": ("seconds",), "kill": (), "hog": ("seconds",)},
     "network": {
@@ -159,9 +163,18 @@ def fit_plan(plan: Plan, path: str, num_ranks: int) -> None:
 
 
 def chaos_plan(
-    seed: int, num_ranks: int, device_pages: Sequence[int], host_pages: Sequence[int]
+    seed: int,
+    num_ranks: int,
+    device_pages: Sequence[int],
+    host_pages: Sequence[int],
+    *,
+    has_storage: bool = False,
+    stages: bool = False,
 ) -> Plan:
-    """A bit of everything that the ranks survive, drawn from ``seed``."""
+    """A bit of everything that the ranks survive, drawn from ``seed``.
+
+    ``has_storage``: also of the storage; ``stages``: the host is staging only.
+    """
     draw = random.Random(f"chaos {seed}")
 
     def some() -> tuple[int, ...]:
@@ -175,7 +188,12 @@ def chaos_plan(
     lines = [
         FaultLine(site="write", action="skew", ranks=(slow,), steps=draw.randint(3, 9), share=0.3),
         FaultLine(site="load", action="skew", ranks=some(), steps=draw.randint(2, 6), share=0.2),
-        FaultLine(site="host.reserve", action="refuse", ranks=some(), every_steps=every(30)),
+        FaultLine(
+            site="staging.reserve" if stages else "host.reserve",
+            action="refuse",
+            ranks=some(),
+            every_steps=every(30),
+        ),
         FaultLine(site="device.reserve", action="refuse", ranks=some(), every_steps=every(60)),
         FaultLine(site="device.reserve", action="short", ranks=some(), every_steps=every(60)),
         FaultLine(site="write", action="fail", ranks=some(), every_steps=every(60)),
@@ -194,6 +212,19 @@ def chaos_plan(
             site="process", action="hog", ranks=(slow,), every_steps=every(2500), seconds=2.0
         ),
     ]
+    if has_storage:
+        lines += [
+            FaultLine(site="storage.put", action="fail", ranks=some(), every_steps=every(60)),
+            FaultLine(site="storage.put", action="hang", ranks=some(), every_steps=every(400)),
+            FaultLine(
+                site="storage.put", action="delay", ranks=some(), every_steps=every(40), steps=7
+            ),
+            FaultLine(site="storage.get", action="fail", ranks=some(), every_steps=every(60)),
+            FaultLine(site="storage.get", action="corrupt", ranks=some(), every_steps=every(80)),
+            FaultLine(site="storage.get", action="miss", ranks=some(), every_steps=every(60)),
+            FaultLine(site="storage.get", action="hang", ranks=some(), every_steps=every(400)),
+            FaultLine(site="storage.exists", action="miss", ranks=some(), every_steps=every(60)),
+        ]
     return Plan(
         fault=tuple(lines),
         seed=seed,

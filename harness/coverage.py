@@ -69,12 +69,18 @@ def missing(
     plan: Plan,
     num_ranks: int,
     num_steps: int,
+    stages: bool,
     covered: Mapping[str, int],
     struck: Mapping[str, int],
 ) -> list[str]:
-    """What the plan should have led to within ``num_steps`` and did not, as lines."""
+    """What the plan should have led to within ``num_steps`` and did not, as lines.
+
+    ``stages``: the host is staging only, so nothing is ever published there.
+    """
     found = [f"{name}: asked for by the plan" for name in plan.cover if not covered.get(name)]
     for fault, (name, least) in _IMPLIED.items():
+        if stages and fault.startswith("write "):
+            continue
         if struck.get(fault, 0) >= least and not covered.get(name):
             found.append(f"{name}: {fault} struck {struck[fault]} times")
     lone = [
@@ -119,6 +125,7 @@ class Coverage:
         self._cache: HierarchicalCache | None = None
         self._aborted_in: dict[int, int] = {}
         self._limbo = 0
+        self._old_copies = 0
 
     def watch(self, cache: HierarchicalCache) -> None:
         """Begin: the cache is there."""
@@ -149,6 +156,13 @@ class Coverage:
             self._look_at(outcome, cache.manager.settled_step)
         if any(outcome.kind is OutcomeKind.END for outcome in result.outcomes):
             self._look_at_order(result.outcomes, cache)
+        if result.was_reset:
+            self.hit("reset")
+            self._old_copies = cache.tiers.desk.num_running
+            self._aborted_in.clear()
+        elif self._old_copies > (running := cache.tiers.desk.num_running):
+            self.hit("completion after epoch change", self._old_copies - running)
+            self._old_copies = running
         if result.must_recompute:
             self.hit("request must recompute", len(result.must_recompute))
         if step_s >= _STRAGGLER_S:

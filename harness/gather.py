@@ -102,7 +102,7 @@ class Gather:
         self.struck: dict[str, dict[int, int]] = {}
         self.skipped: dict[str, str] = {}
         self.began_s = time.monotonic()
-        self._waiting: dict[int, list[Snapshot]] = {}
+        self._waiting: dict[tuple[int, int], list[Snapshot]] = {}
 
     def add(self, update: Update) -> None:
         """Take in one update of one rank."""
@@ -146,7 +146,8 @@ class Gather:
     def hit_rate(self) -> float:
         """Hit pages over all pages of finished requests."""
         counts: Mapping[str, int] = self.views[0].counts
-        hits = counts.get("pages hit on device", 0) + counts.get("pages hit on host", 0)
+        hits = sum(counts.get(f"pages hit {where}", 0) for where in ("on device", "on host"))
+        hits += counts.get("pages hit in storage", 0)
         return hits / max(1, counts.get("pages of prompts", 0))
 
     def _count(self, event: FaultEvent) -> None:
@@ -161,17 +162,18 @@ class Gather:
             self.events.append(event)
 
     def _compare(self, snap: Snapshot) -> None:
-        waiting = self._waiting.setdefault(snap.step, [])
+        place = (snap.epoch, snap.step)
+        waiting = self._waiting.setdefault(place, [])
         waiting.append(snap)
         if len(waiting) < len(self.views):
             return
-        del self._waiting[snap.step]
+        del self._waiting[place]
         self.num_compared += 1
         self.num_walks += snap.tree != 0
         self._keep(self.differences, compare(waiting))
         # A step that one rank never reported would stay for ever.
-        for step in [step for step in self._waiting if step < snap.step - 50_000]:
-            del self._waiting[step]
+        for old in [old for old in self._waiting if old < (snap.epoch, snap.step - 50_000)]:
+            del self._waiting[old]
 
     def _keep(self, kept: list[str], new: list[str]) -> None:
         kept += new[: MAX_FAILURES - len(kept)]

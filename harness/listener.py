@@ -25,7 +25,7 @@ __all__ = ["Listener"]
 
 
 class Listener:
-    """Hears the events of one rank. ``digest`` is of all since the device was cleared, in their order."""
+    """Hears the events of one rank. ``digest``: of all since the device was cleared, in order."""
 
     def __init__(self, rank: Rank, prompts: Iterable[tuple[NDArray[np.int32], str]]) -> None:
         self.digest = 0

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from cache.mover import NO_FAULT, Direction, Mover, Part, PartPlan
+from cache.mover import NO_FAULT, Direction, Part, PartPlan
 from cache.node import Residency, Tier
-from cache.radix_tree import RadixTree
+from cache.tiers import Tiers
 from consensus.errors import Misuse
 from harness.chaos import FaultLine, Plan
 from harness.faults import FaultBoard
@@ -138,7 +138,7 @@ class Mischief:
             else:
                 self._schedules.append(_Schedule(line, draw))
 
-    def before_step(self, step: int, tree: RadixTree) -> None:
+    def before_step(self, step: int, tiers: Tiers | None) -> None:
         """Carry out what is due before ``step`` begins. May sleep, stop or end this process."""
         self._step = step
         self._tidy()
@@ -146,13 +146,13 @@ class Mischief:
             return
         for schedule in self._schedules:
             if schedule.is_due(step):
-                self._carry_out(schedule.line, schedule.draw, tree)
+                self._carry_out(schedule.line, schedule.draw, tiers)
 
-    def heal(self, mover: Mover) -> None:
-        """Faults are over: disarm, end what hangs, call off what is planned."""
+    def heal(self, heal_rank: Callable[[], None]) -> None:
+        """Faults are over: disarm, end what hangs (``heal_rank``), call off what is planned."""
         self._is_over = True
         self.board.heal()
-        mover.heal()
+        heal_rank()
         self._tidy(everything=True)
 
     def close(self) -> None:
@@ -167,10 +167,10 @@ class Mischief:
     def _struck(self, name: str, skipped: str = "", in_s: float = 0.0) -> None:
         self._tell(FaultEvent(self._rank, self._step, self._clock_s() + in_s, name, skipped))
 
-    def _carry_out(self, line: FaultLine, draw: random.Random, tree: RadixTree) -> None:
+    def _carry_out(self, line: FaultLine, draw: random.Random, tiers: Tiers | None) -> None:
         match line.site:
             case "scheduler":
-                self._disturb(line, tree)
+                self._disturb(line, tiers)
             case "process" | "network" if self._is_simulated:
                 self._struck(line.name, "not in a simulation")
             case "process":
@@ -189,20 +189,14 @@ class Mischief:
                     )
                 )
 
-    def _disturb(self, line: FaultLine, tree: RadixTree) -> None:
+    def _disturb(self, line: FaultLine, tiers: Tiers | None) -> None:
         if line.action == "slow":
             self._struck(line.name)
             if not self._is_simulated:
                 time.sleep(line.seconds or 0.0)
             return
-        for node in tree.nodes():
-            idle = not (node.device.pins or node.host.pins or node.carriages or node.children)
-            if idle and node.host.state is Residency.ABSENT and node.device.pages:
-                self._struck(line.name)
-                tree.place(node, Tier.DEVICE, Residency.ABSENT)
-                tree.delete(node)
-                return
-        self._struck(line.name, "no node was idle")
+        is_done = tiers is not None and _lose_a_node(tiers)
+        self._struck(line.name, "" if is_done else "no node was idle")
 
     # -- the process -----------------------------------------------------------------------------
 
@@ -257,6 +251,23 @@ class Mischief:
                 undo()
         if self._children:
             self._children = [child for child in self._children if child.poll() is None]
+
+
+def _lose_a_node(tiers: Tiers) -> bool:
+    """This rank alone drops its least recently used unpinned leaf; False: there is none."""
+    leaves = [
+        node
+        for node in tiers.tree.nodes()
+        if not (node.children or node.device.pins or node.host.pins or node.carriages)
+    ]
+    if not leaves:
+        return False
+    node = min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id))
+    for tier in Tier:
+        if node.at(tier).state is not Residency.ABSENT:
+            tiers.drop(node, tier)
+    tiers.prune()
+    return True
 
 
 def _why_no_network_faults(interface: str) -> str:

@@ -28,8 +28,9 @@ def broken_promises(cache: HierarchicalCache) -> list[str]:
 def leftovers(cache: HierarchicalCache) -> list[str]:
     """What is still there although nothing is pending."""
     found: list[str] = []
-    if isinstance(cache.backup, WriteBack) and cache.backup.num_underway:
-        found.append(f"{cache.backup.num_underway} pages count as being demoted")
+    if isinstance(cache.backup, WriteBack):
+        leaving = {pool: cache.backup.underway(pool) for pool in cache.manager.schema.pools}
+        found += [f"{num} pages of {pool} count as leaving" for pool, num in leaving.items() if num]
     if isinstance(cache.backup, BufferFlush):
         staging = cache.tiers.pools[Tier.HOST]
         if staging.num_out:
@@ -112,8 +113,9 @@ def _bounds(cache: HierarchicalCache) -> list[str]:
     found += [f"{name}: {size} > {most}" for name, (size, most) in bounds.items() if size > most]
     if isinstance(cache.backup, WriteBack):
         leaving = sum(carriage.num_pages for carriage in cache.backup.held())
-        if leaving != cache.backup.num_underway:
-            found.append(f"{cache.backup.num_underway} pages count as demoted, {leaving} are")
+        counted = cache.backup.underway(Tier.DEVICE.value)
+        if leaving != counted:
+            found.append(f"{counted} pages count as being demoted, {leaving} are")
     for tier in Tier:
         ledger, name = manager.ledger, tier.value
         most = cache.config.device_pages if tier is Tier.DEVICE else cache.config.host_pages

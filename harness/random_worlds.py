@@ -46,7 +46,7 @@ BREAKING_ACTIONS: Final = {
 
 _STEP_MS: Final = 10.0
 _DEADLINE_S: Final = 1.0
-_DEPTH_MAX: Final = 40  # evictions, one after the other, until nothing can be left
+_DEPTH_MAX: Final = 30  # evictions, one after the other, until nothing can be left
 _RANKS: Final = ((2, 1), (2, 1), (2, 1), (3, 1), (4, 1), (4, 1), (2, 2), (1, 3), (4, 2), (8, 2))
 _MODES: Final[
     tuple[Literal["write_through", "write_through_selective", "write_back", "buffer_only"], ...]
@@ -168,17 +168,21 @@ def _ended_requests() -> list[Do]:
 
 
 def _draining_tail(world: World) -> list[Do]:
-    drain = Drain(number=0, max_steps=10 * (world.lag + 2))
+    # A line of inserts may wait for one demotion after the other.
+    waits = 60 if world.mode == "write_back" else 10
+    drain = Drain(number=0, max_steps=waits * (world.lag + 2))
     evict = Evict(number=0, tier="device", pages=max(world.device_pages))
     # In write-back a device that is evicted goes to the host first, one level of the tree a time.
-    rounds = _DEPTH_MAX if world.mode == "write_back" else 1
+    is_deep = world.mode == "write_back"
+    rest = Step(number=0, times=world.lag + 2)  # until slots can be used again
     return [
         *_ended_requests(),
         Headroom(number=0, pages=0),
         Step(number=0),
         drain,
         Step(number=0, times=world.lag + 1),
-        *[evict, drain] * rounds,
+        *[evict, drain, rest] * (3 if is_deep else 0),
+        *[evict, drain] * (_DEPTH_MAX if is_deep else 1),
         Evict(number=0, tier="host", pages=max(*world.host_pages, 1)),
         Expect(number=0, free=world.pools(), pinned={"device": 0, "host": 0}),
     ]

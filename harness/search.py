@@ -9,6 +9,8 @@ further faults.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import logging
 import pickle
@@ -30,6 +32,7 @@ __all__ = ["LARGE", "SMALL", "Action", "Found", "explore", "replay", "search"]
 Action = tuple[str | int, ...]
 
 STATES_MAX: Final = 2_000_000
+_COLLECT_EVERY: Final = 2_000
 _PLAIN = ("go", "end", "stop", "pass")  # what still happens once faults have stopped
 _FAULTS = ("crash", "skip", "repeat", "stray")
 
@@ -66,7 +69,7 @@ def _actions(world: World) -> Iterator[Action]:
     if world.fault:
         return
     for kind, member in itertools.product(setting.faults, world.alive):
-        if member.is_over:
+        if member.is_over or (kind == "repeat" and not member.iteration):
             continue
         if kind == "crash" or member.is_idle:
             yield kind, member.rank
@@ -88,9 +91,11 @@ def _choices(world: World, member: Member) -> Iterator[tuple[str, str]]:
 
 
 def _endings(world: World, member: Member) -> Iterator[Action]:
+    # Nobody sees an ending before the next ballot, unless time or an epoch runs out meanwhile.
+    is_timed, is_idle = bool(world.setting.ticks or world.setting.faults), member.is_idle
     for key in member.held:
         intent = member.intents[key]
-        if intent.is_open and not intent.local_ended and intent.vote:
+        if intent.is_open and not intent.local_ended and intent.vote and (is_timed or is_idle):
             yield "end", member.rank, key
             if world.failures:
                 yield "fail", member.rank, key
@@ -101,7 +106,7 @@ def _apply(world: World, action: Action, visible_max: int = -1) -> int:
     world.net.num_visible, world.net.visible_max = 0, visible_max
     kind = action[0]
     if kind in ("tick", "pass"):
-        world.clock.now_s += TICK_S
+        world.net.now_s += TICK_S
         world.ticks -= kind == "tick"
         return 0
     member = world.members[int(action[1])]
@@ -120,7 +125,7 @@ def _apply(world: World, action: Action, visible_max: int = -1) -> int:
             try:
                 _apply(world, ("go", *action[1:4]), int(action[4]))
             except Crash:
-                world.net.kill(member.rank)
+                world.net.dead.append(member.rank)
         case _:
             world.fault, world.faulty_rank = str(kind), member.rank
             _strike(world, member, str(kind))
@@ -139,7 +144,7 @@ def _go(world: World, member: Member, refused: str, call: str) -> None:
 def _strike(world: World, member: Member, kind: str) -> None:
     match kind:
         case "crash":
-            world.net.kill(member.rank)
+            world.net.dead.append(member.rank)
         case "skip":
             member.iteration += 1
         case "repeat":
@@ -159,6 +164,26 @@ def explore(
 ) -> Found:
     """All states of ``setting``, breadth first, until a promise breaks or none is new."""
     logging.getLogger("kvpact").setLevel(logging.CRITICAL)
+    with _rare_collections():
+        return _explore(setting, states_max, tell)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Every clone is a heap of cycles: collecting them by the dozen takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if was_enabled:
+            gc.enable()
+
+
+def _explore(
+    setting: Setting, states_max: int, tell: Callable[[int, int], None] | None
+) -> Found:
     started = time.monotonic()
     found = Found(setting=setting)
     first = World(setting)
@@ -171,9 +196,10 @@ def explore(
     while queue and not found.failure:
         here, data = queue.popleft()
         num_moves = 0
-        for action, world in _successors(data):
+        for action, world, key in _successors(data, setting):
             found.num_transitions += 1
-            key = digest(world)
+            if found.num_transitions % _COLLECT_EVERY == 0:
+                gc.collect()
             there = known.get(key)
             if there is None:
                 there = known[key] = len(came_from)
@@ -207,29 +233,30 @@ def explore(
     return found
 
 
-def _successors(data: bytes) -> Iterator[tuple[Action, World]]:
+def _successors(data: bytes, setting: Setting) -> Iterator[tuple[Action, World, bytes]]:
     """What each action makes of the world in ``data``; the search clones it by pickling."""
     world: World = pickle.loads(data)
     before = digest(world)
     can_move, waits = False, any(not m.is_over and not m.is_idle for m in world.alive)
-    dies = "crash" in world.setting.faults and not world.fault
+    dies = "crash" in setting.faults and not world.fault
     for action in list(_actions(world)):
         clone: World = pickle.loads(data)
         num_visible = _apply(clone, action)
+        key = digest(clone)
         if action[0] == "go":
-            if digest(clone) == before:
+            if key == before:
                 continue  # it only waits
             can_move = True
             for visible in range(1, num_visible) if dies else ():
                 dying: World = pickle.loads(data)
                 cut = ("dies in", *action[1:4], visible)
                 _apply(dying, cut)
-                yield cut, dying
-        yield action, clone
+                yield cut, dying, digest(dying)
+        yield action, clone, key
     if waits and not can_move:
         clone = pickle.loads(data)
         _apply(clone, ("pass",))
-        yield ("pass",), clone
+        yield ("pass",), clone, digest(clone)
 
 
 def _stuck(led_here: list[list[int]], drained: list[int]) -> int | None:

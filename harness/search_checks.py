@@ -45,7 +45,7 @@ def _accounts(member: Member) -> Iterator[str]:
         owned = sum(pages.get(pool, 0) for place in places for pages in place.values())
         if member.free[pool] < 0 or member.free[pool] + owned != capacity:
             yield f"pool {pool}: {member.free[pool]} free and {owned} owned of {capacity}"
-        if member.error is not None:
+        if _is_between(member):
             continue
         spoken = sum(need.get(pool, 0) for need in open_need) + ledger.cooling(pool)
         spoken += sum(pages.get(pool, 0) for pages in member.tree.values())
@@ -63,7 +63,7 @@ def _intents(member: Member) -> Iterator[str]:
         held = member.held.get(wish.key, {})
         if held and held != wish.need:
             yield f"{wish.key} holds {held} instead of {wish.need} or nothing"
-        if intent is None or intent.epoch != member.manager.epoch or member.error is not None:
+        if intent is None or intent.epoch != member.manager.epoch or _is_between(member):
             continue
         if intent.state in (State.RESERVED, State.VOTED, State.COMMITTED) and not held:
             yield f"{intent!r} holds no pages"
@@ -75,13 +75,18 @@ def _intents(member: Member) -> Iterator[str]:
             yield f"{intent!r} is published, but what it builds on is not: {parent!r}"
 
 
+def _is_between(member: Member) -> bool:
+    """Its epoch is over, and no other one has begun."""
+    return member.error is not None or member.stepper.stage == "opening a new epoch"
+
+
 def _bounds(member: Member) -> Iterator[str]:
     stepper, manager = member.stepper, member.manager
     if stepper.num_in_flight > manager.lag + 1:
         yield f"{stepper.num_in_flight} ballots in flight with lag {manager.lag}"
     if member.is_idle and not manager.epoch and stepper.num_collectives != stepper.num_steps:
         yield f"{stepper.num_collectives} collectives in {stepper.num_steps} steps"
-    now = member.world.clock.now_s
+    now = member.world.net.now_s
     waited_s = now - stepper._patience._began  # pyright: ignore[reportPrivateUsage]
     if not member.is_over and not member.is_idle and waited_s > _STEP_S:
         yield f"waits for {waited_s:g} s: {stepper.stage}"

@@ -36,7 +36,7 @@ class _View:
         epochs = {member.manager.epoch for member in alive}
         same = len(epochs) == 1
         self.base = min((m.manager.settled_step for m in alive), default=0) if same else 0
-        self.now_s = world.clock.now_s
+        self.now_s = world.net.now_s
         self.prints: dict[int, object] = {}
         for member in world.members:
             for count, value in enumerate(member.journal.prints):
@@ -70,14 +70,13 @@ def digest(world: World) -> bytes:
         if any((m.manager.epoch, m.manager.step) < (epoch, step) for m in alive)
     ]
     calls = [
-        [index[0], index[1] - view.base, call.num_read,
-         [[r, view.ballot(v, 0.0)] for r, v in sorted(call.vectors.items())]]
-        for index, call in sorted(world.net._calls.items())
+        [index[0], index[1] - view.base, [[r, view.ballot(v, 0.0)] for r, v in sorted(by.items())]]
+        for index, by in sorted(world.net.calls.items())
         if index[1] + 1 > view.base or index[0] != alive[0].manager.epoch
-    ]  # fmt: skip
+    ]
     budget = [world.withdraws, world.failures, world.ticks, world.fault, world.faulty_rank]
     members = [_member(member, view) for member in alive]
-    told = [world.net.dead, claims, script, calls, budget, members]
+    told = [world.net.dead, world.net.left, claims, script, calls, budget, members]
     return xxhash.xxh3_128_digest(_encode(told))
 
 
@@ -106,7 +105,7 @@ def _intent(intent: Intent, member: Member, view: _View) -> list[Any]:
     return [
         intent.state.value, intent.serial, intent.slot, intent.vote, intent.agreed,
         intent.withdrawn, intent.local_ended, intent.local_result, age_ms,
-        intent.posted_step - view.base if intent.posted_step >= 0 else None,
+        intent.posted_step < 0,
         [parent.state.value for parent in intent.parents],
     ]  # fmt: skip
 
@@ -129,11 +128,9 @@ def _manager(manager: TransactionManager, view: _View) -> list[Any]:
 def _stepper(stepper: Stepper, view: _View) -> list[Any]:
     now, base, patience = view.now_s, view.base, stepper._patience
     works = [
-        [work.epoch, work.header.step - base, work.header.iteration - base,
-         None if work.work._result is None  # pyright: ignore[reportAttributeAccessIssue]
-         else view.ballot(work.work._result, stepper._started)]  # pyright: ignore
+        [work.epoch, work.header.step - base, work.header.iteration - base]
         for work in stepper._works
-    ]  # fmt: skip
+    ]
     held = [[s - base, view.ballot(v, stepper._started)] for s, v in stepper._held.items()
             if s > base]  # fmt: skip
     posted_at = [

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
+import numpy as np
 
-from consensus.ballot import Schema
-from consensus.errors import InternalError, KvpactError, Misuse
+from consensus.ballot import Schema, Vector
+from consensus.collective import Work
+from consensus.errors import InternalError, KvpactError, Misuse, PeerLost
 from consensus.journal import Journal, Value
 from consensus.manager import TransactionManager
 from consensus.participant import Intent, Outcome, OutcomeKind
 from consensus.report import LastSeen, Policy, Seal
 from consensus.step import StepLimits, Stepper
 from consensus.transaction import State
-from harness.sim import SimClock, SimGroup, SimNet
 
 __all__ = ["LIMITS", "TICK_S", "WISHES", "Crash", "Member", "Setting", "Wish", "World"]
 
@@ -30,6 +31,7 @@ LIMITS = StepLimits(
     warn_s=1e6, deadline_s=2.0, grace_s=0.5, slice_s=0.1, pause_s=1e-9, progress_s=1e6
 )
 COPY_TIMEOUT_S = 0.5
+_CALLS_KEPT = 8  # more than any rank can be behind
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -71,11 +73,19 @@ class Crash(BaseException):
     """The process of this rank ends here: no code of ours can catch it."""
 
 
-class SearchNet(SimNet):
-    """Counts what becomes visible to others, and ends the process of who has said enough."""
+class SearchNet:
+    """Pairs the k-th call of every rank in each epoch, as raw gloo does, and is the store.
 
-    def __init__(self, size: int, width: int, clock: SimClock) -> None:
-        super().__init__(size, width, clock)
+    Counts what becomes visible to others, and ends the process of who has said enough. ``left``
+    are ranks that closed the group of an epoch: who still waits for them there learns it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.now_s = 0.0
+        self.dead: list[int] = []
+        self.left: list[tuple[int, int]] = []
+        self.calls: dict[tuple[int, int], dict[int, Vector]] = {}
         self.values: dict[str, bytes] = {}
         self.num_visible = 0
         self.visible_max = -1
@@ -86,10 +96,31 @@ class SearchNet(SimNet):
             raise Crash
         self.num_visible += 1
 
-    def put(self, rank: int, index: tuple[int, int], vector: object) -> None:
-        """See :class:`SimNet`."""
+    def put(self, rank: int, index: tuple[int, int], vector: Vector) -> None:
+        """A call of ``rank``: its epoch, and which one it is there."""
         self.shows()
-        super().put(rank, index, vector)  # pyright: ignore[reportArgumentType]
+        self.calls.setdefault(index, {})[rank] = vector.copy()
+        self.calls.pop((index[0], index[1] - _CALLS_KEPT), None)
+
+    def take(self, index: tuple[int, int]) -> Vector | None:
+        """The minimum over all ranks. Raises :class:`PeerLost` where it cannot come any more."""
+        found = self.calls[index]
+        if len(found) == self.size:
+            return np.minimum.reduce([found[rank] for rank in sorted(found)])
+        gone = [*self.dead, *(rank for rank, epoch in self.left if epoch == index[0])]
+        if any(rank not in found for rank in gone):
+            raise PeerLost("the connection was closed by a peer", ranks=tuple(sorted(gone)))
+        return None
+
+    # Out of band (consensus.epoch.Locator).
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether its process has ended."""
+        return rank in self.dead
+
+    def is_paused(self, rank: int) -> bool:
+        """Nobody pauses here."""
+        return False
 
     def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
         """Only whether they live."""
@@ -116,6 +147,58 @@ class SearchNet(SimNet):
     def delete(self, key: str) -> None:
         """See :class:`consensus.store.Store`."""
         self.values.pop(key, None)
+
+
+class SearchGroup:
+    """One rank's group (:class:`consensus.collective.Group`) of one epoch."""
+
+    def __init__(self, net: SearchNet, rank: int, width: int, epoch: int = 0) -> None:
+        self.rank = rank
+        self.size = net.size
+        self.ranks = tuple(range(net.size))
+        self.width = width
+        self._net = net
+        self._epoch = epoch
+        self._num_calls = 0
+
+    def min(self, vector: Vector) -> Work:
+        """See :class:`consensus.collective.Group`."""
+        index = self._epoch, self._num_calls
+        self._num_calls += 1
+        self._net.put(self.rank, index, vector)
+        return SearchWork(self._net, index)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._net.now_s
+
+    def close(self) -> None:
+        """Peers that still wait see it."""
+        if (self.rank, self._epoch) not in self._net.left:
+            self._net.left.append((self.rank, self._epoch))
+
+
+class SearchWork:
+    """One collective in flight."""
+
+    def __init__(self, net: SearchNet, index: tuple[int, int]) -> None:
+        self._net = net
+        self._index = index
+
+    def done(self) -> bool:
+        """See :class:`consensus.collective.Work`."""
+        return self._net.take(self._index) is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        """See :class:`consensus.collective.Work`."""
+        return self.done()
+
+    def result(self) -> Vector:
+        """See :class:`consensus.collective.Work`."""
+        reduced = self._net.take(self._index)
+        if reduced is None:
+            raise Misuse("result() before the collective is done")
+        return reduced
 
 
 class SearchJournal(Journal):
@@ -159,19 +242,20 @@ class Member:
         self.error: tuple[str, ...] | None = None
         self.bug = ""
         self.journal = SearchJournal(rank)
-        pools = tuple(sorted(POOLS))
+        schema = Schema(tuple(sorted(POOLS)), 1 if setting.relation == "line" else 3)
+        group = partial(SearchGroup, world.net, rank, schema.width)
         self.manager = TransactionManager(
             rank=rank,
-            schema=Schema(pools, 1 if setting.relation == "line" else 3),
+            schema=schema,
             lag=setting.lag,
             copy_timeout_s=COPY_TIMEOUT_S,
             journal=self.journal,
-            usable={pool: partial(self.usable_of, pool) for pool in pools},
+            usable={pool: partial(self.usable_of, pool) for pool in schema.pools},
         )
         self.manager.begin_epoch(0, dict(POOLS))
         self.stepper = Stepper(
             self.manager,
-            SimGroup(world.net, rank),
+            group(),
             world.net,
             limits=LIMITS,
             prepare=self._prepare,
@@ -180,7 +264,7 @@ class Member:
             locator=world.net,
             carrier=self,
             policy=Policy(setting.policy),
-            regroup=partial(SimGroup, world.net, rank) if setting.policy != "raise" else None,
+            regroup=group if setting.policy != "raise" else None,
         )
 
     # -- the engine's loop -----------------------------------------------------------------------
@@ -216,6 +300,17 @@ class Member:
             if name in self.intents and self.intents[name].is_open:
                 self.manager.withdraw(self.intents[name])
                 self.published.discard(name)
+            elif name in self.tree:
+                self._evict(name)
+
+    def _evict(self, key: str) -> None:
+        """An agreed call: what is done leaves the tree, here and in the ledger."""
+        pages = self.tree.pop(key)
+        self.published.discard(key)
+        self._give(pages)
+        self.manager.note("evict", key)
+        for pool, num_pages in pages.items():
+            self.manager.ledger.refund(pool, num_pages)
 
     def due(self) -> list[Wish]:
         """What this rank will try to open in its next step."""
@@ -335,9 +430,7 @@ class World:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.clock = SimClock()
-        width = Schema(tuple(sorted(POOLS)), 1 if setting.relation == "line" else 3).width
-        self.net = SearchNet(setting.ranks, width, self.clock)
+        self.net = SearchNet(setting.ranks)
         self.script: dict[tuple[int, int], str] = {}
         self.withdraws = setting.withdraws
         self.failures = setting.failures

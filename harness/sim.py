@@ -7,6 +7,7 @@ whatever the ranks meant by it.
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Generator, Sequence
 
@@ -14,10 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from consensus.epoch import LastSeen
-from consensus.errors import Misuse, PeerLost
-from consensus.group import Work
-from consensus.step import PAUSED
+from consensus.collective import MAX_OUTSTANDING, ProcessGroup, Work
+from consensus.errors import Misuse, PeerLost, ResourceError
+from consensus.patience import PAUSED
+from consensus.report import LastSeen
 
 __all__ = ["Pause", "Program", "SimClock", "SimGroup", "SimNet", "run_programs"]
 
@@ -65,6 +66,7 @@ class SimNet:
         self.clock = clock
         self.changes = 0
         self.dead: list[int] = []
+        self._left: dict[int, list[int]] = {}  # by epoch: who has closed its group
         self._calls: dict[Index, _Call] = {}
         self._places: dict[int, tuple[int, str, float]] = {}
 
@@ -73,7 +75,7 @@ class SimNet:
         call = self._calls.setdefault(index, _Call())
         call.vectors[rank] = vector
         self.changes += 1
-        if len(call.vectors) == self.size:
+        if len(call.vectors) == self.size and not self._left.get(index[0]):
             result: Vector = np.minimum.reduce([call.vectors[r] for r in sorted(call.vectors)])
             result.flags.writeable = False
             call.result = result
@@ -81,8 +83,10 @@ class SimNet:
     def take(self, index: Index) -> Vector | None:
         """The result of the ``index``-th call. Raises :class:`PeerLost` where it cannot come."""
         call = self._calls[index]
-        if call.result is None and any(rank not in call.vectors for rank in self.dead):
-            raise PeerLost("the connection was closed by a peer", ranks=tuple(self.dead))
+        left = self._left.get(index[0], [])
+        gone = [rank for rank in self.dead if rank not in call.vectors]
+        if call.result is None and (left or gone):
+            raise PeerLost("the connection was closed by a peer", ranks=(*left, *gone))
         return call.result
 
     def forget(self, index: Index) -> None:
@@ -96,6 +100,13 @@ class SimNet:
         """The process of ``rank`` ends."""
         self.dead.append(rank)
         self.changes += 1
+
+    def leave(self, rank: int, epoch: int) -> None:
+        """``rank`` closes its group: who still waits for it there learns that."""
+        left = self._left.setdefault(epoch, [])
+        if rank not in left:
+            left.append(rank)
+            self.changes += 1
 
     def place(self, rank: int, step: int, phase: str) -> None:
         """Where ``rank`` says it is."""
@@ -134,37 +145,45 @@ class SimBeacon:
         self._net.place(self._rank, step, phase)
 
 
-class SimGroup:
-    """One simulated rank's group (:class:`consensus.group.Group`), new in each ``epoch``."""
+class SimGroup(ProcessGroup):
+    """One simulated rank's group (:class:`consensus.group.Group`), new in each ``epoch``.
 
-    def __init__(self, net: SimNet, rank: int, epoch: int = 0) -> None:
+    Whatever is checked before anything reaches torch is checked here by the same code.
+    """
+
+    def __init__(
+        self, net: SimNet, rank: int, epoch: int = 0, ranks: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(f"sim/{epoch}", ranks or range(net.size), rank, net.width)
         self._epoch = epoch
-        self.rank = rank
-        self.size = net.size
-        self.ranks = tuple(range(net.size))
-        self.width = net.width
         self._net = net
         self._num_calls = 0
-        self._is_closed = False
+        self._group = net
+        self._flying: collections.deque[_SimWork] = collections.deque()
 
     def min(self, vector: Vector) -> Work:
         """See :class:`consensus.group.Group`."""
-        if self._is_closed:
-            raise Misuse("the group is closed: form a new one")
-        if vector.dtype != np.int64 or vector.shape != (self.width,):
-            raise Misuse(f"the group reduces int64 ({self.width},), got {vector.shape}")
+        self._check(vector)
+        while self._flying and self._flying[0].has_result:
+            self._flying.popleft()
+        if len(self._flying) >= MAX_OUTSTANDING:
+            raise ResourceError(f"group {self.name}: {MAX_OUTSTANDING} collectives in flight")
         index = (self._epoch, self._num_calls)
         self._num_calls += 1
         self._net.put(self.rank, index, vector.copy())
-        return _SimWork(self._net, index)
+        work = _SimWork(self._net, index)
+        self._flying.append(work)
+        return work
 
     def now(self) -> float:
         """Virtual seconds."""
         return self._net.clock.now_s
 
     def close(self) -> None:
-        """Nobody may use it any more."""
-        self._is_closed = True
+        """Nobody may use it any more; peers that still wait see it."""
+        if self._group is not None:
+            self._group = None
+            self._net.leave(self.rank, self._epoch)
 
 
 class _SimWork:
@@ -176,6 +195,11 @@ class _SimWork:
         self._net = net
         self._index = index
         self._result: Vector | None = None
+
+    @property
+    def has_result(self) -> bool:
+        """Whether it was asked for and is here."""
+        return self._result is not None
 
     def done(self) -> bool:
         """See :class:`consensus.group.Work`."""

@@ -15,7 +15,7 @@ from consensus.errors import BadInput, KvpactError, Misuse
 from harness.chaos import Plan, chaos_plan, fit_plan, read_plan
 from harness.coverage import check_names
 from harness.replay_config import parse_counts, parse_kv_shape
-from harness.soak_config import DEFAULT_WORKLOAD, SoakConfig, read_workload
+from harness.soak_config import DEFAULT_WORKLOAD, Mode, SoakConfig, read_workload
 from harness.soak_drive import Options
 
 __all__ = ["SoakRun", "read_flags", "run"]
@@ -51,6 +51,20 @@ def soak(
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="Where the device tier lives.")
     ] = "cpu",
+    mode: Annotated[Mode, typer.Option(help="How pages come to the other tiers.")] = (
+        "write_through"
+    ),
+    storage: Annotated[
+        Literal["none", "memory", "file"], typer.Option(help="Each rank's own.")
+    ] = "none",
+    storage_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="For --storage file.", show_default=False)
+    ] = None,
+    storage_mb: Annotated[int, typer.Option(help="Capacity of a rank's storage, MiB.")] = 256,
+    policy: Annotated[
+        Literal["raise", "reset", "detach", "observe"],
+        typer.Option(help="What follows a divergence or a stall."),
+    ] = "raise",
     minutes: Annotated[
         float | None, typer.Option(help="How long, on the clock of all ranks.", show_default="10")
     ] = None,
@@ -129,17 +143,30 @@ def soak(
     if workload is not None and trace is not None:
         raise BadInput("--workload: say either --workload or --trace")
     # The counts are spread over the ranks next: a wrong number of ranks is the first thing wrong.
-    SoakConfig(tp=1, pp=1, steps=1, device_pages=(1,), host_pages=(0,))
     num_ranks = _num_ranks(tp, pp)
     device_counts = _spread("--device-pages", device_pages, num_ranks)
     host_counts = _spread("--host-pages", host_pages, num_ranks)
-    plan = _plan(faults, chaos or (smoke and faults is None), seed, device_counts, host_counts)
+    is_chaos = chaos or (smoke and faults is None)
+    drawn = chaos_plan(
+        seed,
+        num_ranks,
+        device_counts,
+        host_counts,
+        has_storage=storage != "none",
+        stages=mode == "buffer_only",
+    )
+    plan = _plan(faults, drawn if is_chaos else Plan(), num_ranks)
     config = SoakConfig(
         tp=tp,
         pp=pp,
         lag=lag if lag is not None else (pp if pp > 1 else 0),
         backend=backend,
         device=device,
+        mode=mode,
+        storage=storage,
+        storage_dir=storage_dir,
+        storage_mb=storage_mb,
+        policy=policy,
         minutes=minutes,
         steps=steps,
         trace=trace,
@@ -172,22 +199,13 @@ def _spread(flag: str, text: str, num_ranks: int) -> tuple[int, ...]:
     return counts * num_ranks if len(counts) == 1 else counts
 
 
-def _plan(
-    path: str | None,
-    is_chaos: bool,
-    seed: int,
-    device_pages: tuple[int, ...],
-    host_pages: tuple[int, ...],
-) -> Plan:
-    num_ranks = len(device_pages)
+def _plan(path: str | None, drawn: Plan, num_ranks: int) -> Plan:
+    """What is written, and what was drawn besides."""
     if path is None:
-        return chaos_plan(seed, num_ranks, device_pages, host_pages) if is_chaos else Plan()
+        return drawn
     plan = read_plan(path)
     fit_plan(plan, path, num_ranks)
     check_names(plan, path)
-    if not is_chaos:
-        return plan
-    drawn = chaos_plan(seed, num_ranks, device_pages, host_pages)
     return msgspec.structs.replace(
         plan,
         fault=plan.fault + drawn.fault,

@@ -17,6 +17,8 @@ from harness.files import read_text
 from harness.traces import BLOCK_TOKENS, TraceRequest, read_trace
 from harness.workload import WorkloadConfig, generate
 
+Mode = Literal["write_through", "write_through_selective", "write_back", "buffer_only"]
+
 __all__ = [
     "DEFAULT_WORKLOAD",
     "SoakConfig",
@@ -39,9 +41,11 @@ DEFAULT_WORKLOAD: Final = WorkloadConfig(
 class SoakConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One soak. Raises BadInput, naming the flag, when it cannot be run.
 
-    It ends after ``minutes`` of the agreed clock, or ``steps``. Page counts are per rank
-    (``stage * tp + tp_rank``), ``page_size`` is in tokens. ``walk_every_steps``: how often the
-    ranks compare whole trees and look at the bytes of a sample. ``budget_step_ms``: what the 99th
+    It ends after ``minutes`` of the agreed clock, or ``steps``. ``mode`` and ``policy`` are those
+    of the cache; ``storage`` is each rank's own, of ``storage_mb`` MiB, ``file`` below
+    ``storage_dir``. Page counts are per rank (``stage * tp + tp_rank``), ``page_size`` is in
+    tokens. ``walk_every_steps``: how often the ranks compare whole trees and look at the bytes of
+    a sample. ``budget_step_ms``: what the 99th
     percentile of a step may take. ``pace_ms``: what a forward pass takes at least.
     """
 
@@ -49,6 +53,11 @@ class SoakConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1
     lag: int = 0
     backend: Literal["gloo", "nccl"] = "gloo"
+    mode: Mode = "write_through"
+    storage: Literal["none", "memory", "file"] = "none"
+    storage_dir: str | None = None
+    storage_mb: int = 256
+    policy: Literal["raise", "reset", "detach", "observe"] = "raise"
     device: Literal["cpu", "cuda"] = "cpu"
     minutes: float | None = None
     steps: int | None = None
@@ -98,6 +107,7 @@ class SoakConfig(msgspec.Struct, frozen=True, kw_only=True):
         _within("--page-size", self.page_size, 1, BLOCK_TOKENS)
         if BLOCK_TOKENS % self.page_size:
             raise BadInput(f"--page-size: {self.page_size} does not divide {BLOCK_TOKENS} tokens")
+        self._check_storage()
         self._check_pages("--device-pages", self.device_pages, 1)
         self._check_pages("--host-pages", self.host_pages, 0)
         _within("--lanes", self.lanes, 1, 4096)
@@ -106,6 +116,16 @@ class SoakConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 < value <= 86400:
                 flag = "--" + name.removesuffix("_s").replace("_", "-")
                 raise BadInput(f"{flag}: must be above 0 and at most a day in seconds, got {value}")
+
+    def _check_storage(self) -> None:
+        _within("--storage-mb", self.storage_mb, 1, 1 << 30)
+        if (self.storage == "file") != (self.storage_dir is not None):
+            raise BadInput("--storage-dir: belongs to --storage file, and is needed there")
+        if self.mode == "buffer_only" and self.storage == "none":
+            raise BadInput("--mode: buffer_only needs a --storage: the host is staging only")
+        sites = {line.site for line in self.plan.fault}
+        if self.storage == "none" and any(site.startswith("storage.") for site in sites):
+            raise BadInput("--faults: the plan has faults of the storage, but --storage is none")
 
     def _check_pages(self, flag: str, counts: tuple[int, ...], least: int) -> None:
         if len(counts) != self.num_ranks:
@@ -129,6 +149,10 @@ def cache_config(config: SoakConfig, rank: int) -> CacheConfig:
         deadline_s=config.deadline_s,
         copy_timeout_s=config.copy_timeout_s,
         integrity_every_steps=config.walk_every_steps,
+        mode=config.mode,
+        policy=config.policy,
+        # Write-back keeps a sixteenth of the device free, so that few requests wait.
+        low_water_pages=min(config.device_pages) // 16 if config.mode == "write_back" else 0,
     )
 
 

@@ -18,6 +18,7 @@ from cache.ticket import TicketState
 from consensus.errors import ProgressLost
 from harness.rank import Rank
 from harness.replay_engine import Engine, Lane, Phase
+from harness.sim import Pause, Program
 from harness.traces import TraceRequest
 
 __all__ = ["Rounds", "SoakEngine"]
@@ -28,6 +29,9 @@ ROUNDS_APART: Final = 3
 ABORT_EVERY: Final = 17
 #: A load that a fault withholds is not waited for: its request is told later that it was void.
 LAYER_WAIT_S: Final = 1.0
+#: Rounds of evicting everything at the end: down from the device, then from the host.
+SWEEPS: Final = 3
+EVERYTHING: Final = 1 << 24
 
 
 class Rounds(Sequence[TraceRequest]):
@@ -64,7 +68,8 @@ class Rounds(Sequence[TraceRequest]):
 
 
 class SoakEngine(Engine):
-    """One rank's scheduler. ``before_step(step)`` comes before each step.
+    """One rank's scheduler. ``before_step(step)`` comes before each step, ``drained()`` when all
+    is over and before everything is evicted, so that what then remains has leaked.
 
     Requests with an even number wait until what they load has ended on all ranks, and every byte
     that they read is checked; those with an odd number compute on top of a load that is under way,
@@ -81,6 +86,7 @@ class SoakEngine(Engine):
         lanes: int,
         before_step: Callable[[int], None],
         after_step: Callable[[StepResult], None],
+        drained: Callable[[], None],
         patience_s: float,
         drain_s: float,
     ) -> None:
@@ -95,8 +101,12 @@ class SoakEngine(Engine):
         self.num_left = 0
         self.num_left_loading = 0
         self.drain_steps = 0
+        self.num_resets = 0
+        self._clock_ms = 0
+        self._epoch_began_ms = 0
         self._before = before_step
         self._after = after_step
+        self._drained = drained
         self._patience_ms = patience_s * 1000
         self._drain_ms = drain_s * 1000
         self._finished_ms = 0
@@ -108,11 +118,40 @@ class SoakEngine(Engine):
         """Requests that wait for pages or loads."""
         return sum(lane.phase is Phase.WAITS for lane in self._lanes)
 
+    @property
+    def now_ms(self) -> int:
+        """The agreed clock since the start, over all epochs."""
+        return self._epoch_began_ms + self._clock_ms
+
+    @property
+    def iteration(self) -> int:
+        """The scheduler's own number of the step."""
+        return self._iteration
+
     def drain(self) -> None:
         """No further requests: from now on everything must come to an end."""
         self.rounds.stop()
         self._is_draining = True
-        self._finished_ms = self.cache.manager.clock_ms
+        self._finished_ms = self.now_ms
+
+    def program(self) -> Program:
+        """Requests until :meth:`drain`, then steps until nothing is pending and nothing is left."""
+        yield from super().program()
+        self._drained()
+        for _ in range(SWEEPS):
+            for tier in (Tier.DEVICE, Tier.HOST):
+                self.cache.evict(tier, EVERYTHING)  # a rank's own size would not be agreed
+            # Write-back moves down what is evicted: that takes steps of its own.
+            yield from super().program()
+            yield from self._one_step()
+
+    def _one_step(self) -> Program:
+        self._iteration += 1
+        self._enter()
+        self.cache.begin_step(self._iteration)
+        while (result := self.cache.poll_step()) is None:
+            yield Pause()
+        self._leave(result)
 
     def _enter(self) -> None:
         # Clients that leave: agreed, since every rank sees the same requests in the same phases.
@@ -120,23 +159,29 @@ class SoakEngine(Engine):
             if lane.request is None or lane.phase is not Phase.WAITS:
                 continue
             if lane.request.index % ABORT_EVERY == ABORT_EVERY - 1:
-                loading = lane.load is not None and lane.load.state is TicketState.PENDING
+                is_loading = lane.load is not None and lane.load.state is TicketState.PENDING
                 self.num_left += 1
-                self.num_left_loading += loading
+                self.num_left_loading += int(is_loading)
                 self.cache.abort(lane.name)
                 lane.phase, lane.request = Phase.FREE, None
         self._before(self._iteration)
 
     def _leave(self, result: StepResult) -> None:
-        lost: tuple[str, ...] = getattr(result, "lost", ())
         for lane in self._lanes:
-            if lane.name in lost and lane.phase is not Phase.FREE:
+            # After a reset nothing that waited can come any more.
+            starts_anew = result.was_reset and lane.phase is Phase.WAITS
+            if lane.phase is not Phase.FREE and (lane.name in result.lost or starts_anew):
                 self._give_up(lane)
+        self.num_resets += int(result.was_reset)
+        # The agreed clock begins anew with each epoch.
+        if result.was_reset:
+            self._epoch_began_ms += self._clock_ms
+        self._clock_ms = self.cache.manager.clock_ms
         self._watch_progress()
         self._after(result)
 
     def _watch_progress(self) -> None:
-        now_ms = self.cache.manager.clock_ms
+        now_ms = self.now_ms
         if self._is_draining:
             self.drain_steps += 1
             waited_ms = now_ms - self._finished_ms

@@ -14,58 +14,44 @@ from contextlib import ExitStack
 
 import psutil
 
-from cache.assembly import join_replica, make_mover
-from cache.hierarchical_cache import StepResult, schema_of
-from cache.mover import Mover, PlanPart
+from cache.hierarchical_cache import StepResult
 from cache.node import Node, Tier
-from cache.page_pool import PagePool
-from cache.tensors import KVTensors
 from consensus.errors import KvpactError
-from consensus.group import Group, NcclGroup, open_tcp_store
-from consensus.membership import Membership
-from consensus.store import Store
 from harness.checkers import snapshot
-from harness.coverage import Coverage, CoveringJournal
-from harness.faults import FaultyPool
-from harness.mischief import Mischief
 from harness.promises import broken_promises
-from harness.rank import Rank
 from harness.resources import sample
-from harness.soak_config import SoakConfig, cache_config
+from harness.soak_config import SoakConfig
 from harness.soak_engine import Rounds, SoakEngine
 from harness.soak_feed import Bucket, End, Feed
+from harness.soak_join import Joined, join
 from harness.traces import TraceRequest
-from harness.unsafe import OwnVotes
 
-__all__ = ["SoakLoop", "faulty_pools", "run_soak_rank"]
+__all__ = ["SoakLoop", "run_soak_rank"]
 
 RESOURCES_EVERY_S = 1.0
 BUCKET_S = 1.0
 SAMPLED_NODES = 8
 TAIL_ENTRIES = 200
-LEAVE_S = 20.0
 
 
 class SoakLoop:
-    """What is done around each step of one rank. ``store`` carries the wish to stop early."""
+    """What is done around each step of one rank."""
 
     def __init__(
         self,
         config: SoakConfig,
-        rank: Rank,
+        joined: Joined,
         requests: Sequence[TraceRequest],
         feed: Feed,
-        mischief: Mischief,
-        coverage: Coverage,
-        store: Store | None,
     ) -> None:
+        rank = joined.rank
         self.config = config
         self.rank = rank
         self.feed = feed
-        self.mischief = mischief
-        self.coverage = coverage
+        self.mischief = joined.mischief
+        self.coverage = joined.coverage
         self.is_ending = False
-        self._store = store
+        self._store = joined.store
         self._process = psutil.Process()
         self._draw = random.Random(f"sample {config.seed} {rank.cache.rank}")
         self._stop_at: int | None = config.steps
@@ -76,16 +62,19 @@ class SoakLoop:
         self._sampled_s = -RESOURCES_EVERY_S
         self._bucket = Bucket(0.0, BUCKET_S)
         self._seen = (0, 0)
+        self._posted_before = 0
+        self._posted = 0
         self.engine = SoakEngine(
             rank,
             Rounds(requests),
             lanes=config.lanes,
             before_step=self._before_step,
             after_step=self._after_step,
+            drained=self._drained,
             patience_s=max(30.0, 6 * config.copy_timeout_s),
             drain_s=config.drain_s + config.copy_timeout_s,
         )
-        coverage.watch(rank.cache)
+        self.coverage.watch(rank.cache)
 
     # -- before the step -------------------------------------------------------------------------
 
@@ -95,7 +84,7 @@ class SoakLoop:
         if self.config.pace_ms:
             left_s = self.config.pace_ms / 1000 - (time.perf_counter() - self._entered)
             time.sleep(max(0.0, left_s))
-        self.mischief.before_step(step, self.rank.cache.tree)
+        self.mischief.before_step(step, self.rank.cache.tiers)
         self._entered = time.perf_counter()
 
     def _look_for_the_end(self, step: int) -> None:
@@ -112,11 +101,11 @@ class SoakLoop:
             asked = store.get("soak/stop")
             if asked is not None:
                 self._stop_at, self._was_stopped = int(asked), True
-        by_clock = minutes is not None and self.rank.cache.manager.clock_ms >= minutes * 60_000
+        by_clock = minutes is not None and self.engine.now_ms >= minutes * 60_000
         if by_clock or (self._stop_at is not None and step > self._stop_at):
             self.is_ending = True
             self.feed.phase = "draining"
-            self.mischief.heal(self.rank.mover)
+            self.mischief.heal(self.rank.heal)
             self.engine.drain()
 
     # -- after the step --------------------------------------------------------------------------
@@ -126,7 +115,10 @@ class SoakLoop:
         step_s = time.perf_counter() - self._entered
         waited_s = cache.stepper.waited_s - self._waited_s
         self._waited_s = cache.stepper.waited_s
-        feed.step, feed.at_s = cache.manager.step, cache.manager.clock_ms / 1000
+        feed.step, feed.at_s = self.engine.iteration, self.engine.now_ms / 1000
+        if result.was_reset:
+            self._posted_before += self._posted
+        self._posted = cache.manager.step
         feed.steps.add(step_s)
         feed.waits.add(waited_s)
         self.coverage.after_step(result, step_s)
@@ -149,7 +141,8 @@ class SoakLoop:
         if now_s >= self._bucket.at_s + BUCKET_S:
             self._close_bucket(now_s)
         bucket, totals = self._bucket, engine.totals
-        pages, hits = totals.pages, totals.device_hits + totals.host_hits
+        pages = totals.pages
+        hits = totals.device_hits + totals.host_hits + totals.storage_hits
         bucket.steps += 1
         bucket.step_s += step_s
         bucket.step_max_s = max(bucket.step_max_s, step_s)
@@ -188,8 +181,9 @@ class SoakLoop:
             "pages of prompts": totals.pages,
             "pages hit on device": totals.device_hits,
             "pages hit on host": totals.host_hits,
+            "pages hit in storage": totals.storage_hits,
             "collectives": self.rank.cache.stepper.num_collectives,
-            "ballots posted": self.rank.cache.manager.step,
+            "ballots posted": self._posted_before + self.rank.cache.manager.step,
         }
 
     # -- the end ---------------------------------------------------------------------------------
@@ -229,9 +223,16 @@ class SoakLoop:
             (entry.index, str(entry)) for entry in self.rank.cache.journal.tail(TAIL_ENTRIES)
         )
 
+    def _drained(self) -> None:
+        """The load is over and everything has ended: one last full look."""
+        cache = self.rank.cache
+        cache.check_integrity()
+        self.feed.failures.extend(broken_promises(cache))
+        self.feed.failures.extend(self.rank.wrong_bytes())
+
     def _leftovers(self) -> list[str]:
         """What has not come back to its baseline although everything has drained."""
-        rank, cache = self.rank, self.rank.cache
+        cache = self.rank.cache
         found = [f"{intent!r} is still open" for intent in cache.manager.open_intents]
         found += [f"request {request.name} is still live" for request in cache.requests]
         for tier in Tier:
@@ -241,12 +242,7 @@ class SoakLoop:
             limbo = cache.tiers.pools[tier].num_limbo
             if limbo:
                 found.append(f"{limbo} pages of {tier.value} are still held by copies")
-        cache.check_integrity()
-        found += broken_promises(cache)
-        found += rank.wrong_bytes()
-        # Everything may go now; what stays has an owner that nobody knows.
-        for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE):
-            cache.evict(tier, cache.tiers.pools[tier].num_pages)
+        # Everything was evicted; what stays has an owner that nobody knows.
         for tier in Tier:
             pool = cache.tiers.pools[tier]
             if pool.num_free != pool.num_pages:
@@ -255,14 +251,6 @@ class SoakLoop:
             if charged:
                 found.append(f"{charged} pages of {tier.value} are charged for nothing")
         return [line if line.startswith("rank") else f"rank {cache.rank}: {line}" for line in found]
-
-
-def faulty_pools(config: SoakConfig, rank: int, mischief: Mischief) -> dict[Tier, PagePool]:
-    """The pools of ``rank``, whose reservations the plan may refuse."""
-    return {
-        Tier.DEVICE: FaultyPool("device", config.device_pages[rank], mischief.board),
-        Tier.HOST: FaultyPool("host", config.host_pages[rank], mischief.board),
-    }
 
 
 def run_soak_rank(
@@ -279,10 +267,10 @@ def run_soak_rank(
     Never raises: how it ended is ``feed.end``.
     """
     feed.begin()
-    coverage = Coverage()
     with ExitStack() as stack:
         try:
-            loop = _join(config, requests, feed, coverage, host, port, start_timeout_s, stack)
+            joined = join(config, feed, host, port, start_timeout_s, stack)
+            loop = SoakLoop(config, joined, requests, feed)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
             feed.end = End(
                 how="raised",
@@ -304,66 +292,3 @@ def run_soak_rank(
             # Its connections break now, so that nobody waits for it until the deadline.
             loop.rank.cache.close()
         feed.phase = "ended"
-
-
-def _join(
-    config: SoakConfig,
-    requests: Sequence[TraceRequest],
-    feed: Feed,
-    coverage: Coverage,
-    host: str,
-    port: int,
-    start_timeout_s: float,
-    stack: ExitStack,
-) -> SoakLoop:
-    cached = cache_config(config, feed.rank)
-    membership = join_replica(
-        cached,
-        host,
-        port,
-        name="soak",
-        rank=feed.rank,
-        ranks=range(config.num_ranks),
-        start_timeout_s=start_timeout_s,
-    )
-    feed.begin_clock()
-    stack.callback(membership.leave, LEAVE_S)
-    mischief = Mischief(config.plan, feed.rank, config.fault_seed, feed.events.append, feed.now_s)
-    stack.callback(mischief.close)
-    rank = Rank(
-        cached,
-        group=_group(config, membership, host, port, schema_of(cached).first_slot),
-        store=membership.store,
-        pools=faulty_pools(config, feed.rank, mischief),
-        usable=membership.usable,
-        make_mover=_make_mover,
-        locator=membership.locator,
-        journal=CoveringJournal(feed.rank, coverage),
-        beacon=membership.watch,
-        plan_part=mischief.board.plan_part,
-        device=config.device,
-    )
-    stack.callback(rank.mover.close)
-    return SoakLoop(config, rank, requests, feed, mischief, coverage, membership.store)
-
-
-def _make_mover(device: KVTensors, host: KVTensors, plan: PlanPart | None) -> Mover:
-    mover = make_mover(device, host)
-    mover.plan_part = plan
-    return mover
-
-
-def _group(
-    config: SoakConfig, membership: Membership, host: str, port: int, first_slot: int
-) -> Group:
-    group: Group = membership.group
-    if config.backend == "nccl":
-        group = NcclGroup.form(
-            open_tcp_store(host, port, config.deadline_s),
-            "soak/nccl",
-            range(config.num_ranks),
-            group.rank,
-            group.width,
-            4 * config.deadline_s,
-        )
-    return OwnVotes(group, first_slot) if config.unsafe_no_votes else group

@@ -15,7 +15,9 @@ import msgspec
 from rich.console import Console
 
 from cache.hierarchical_cache import schema_of
+from cache.storage import DeferredWorkers
 from cache.transfer import DeferredMover
+from consensus.group import Group
 from consensus.store import MemoryStore
 from harness.coverage import Coverage, CoveringJournal
 from harness.gather import Gather
@@ -26,7 +28,8 @@ from harness.sim import Pause, Program, SimBeacon, SimClock, SimGroup, SimNet, r
 from harness.soak_config import SoakConfig, cache_config, load_requests
 from harness.soak_drive import Options, finish, say
 from harness.soak_feed import Feed
-from harness.soak_rank import SoakLoop, faulty_pools
+from harness.soak_join import Joined, faulty_pools, make_backend
+from harness.soak_rank import SoakLoop
 from harness.traces import TraceRequest
 from harness.unsafe import OwnVotes
 from harness.verdict import conclude
@@ -78,7 +81,7 @@ def simulate(config: SoakConfig) -> Gather:
     take()
     for loop in loops:
         loop.mischief.close()
-        loop.rank.cache.close()
+        loop.rank.close()
     return gather
 
 
@@ -122,12 +125,17 @@ def _loop(
         is_simulated=True,
     )
     cached = cache_config(config, rank)
-    group: SimGroup | OwnVotes = SimGroup(net, rank)
-    if config.unsafe_no_votes:
-        group = OwnVotes(group, schema_of(cached).first_slot)
+    backend = make_backend(config, rank)
+    first_slot = schema_of(cached).first_slot
+
+    def make_group(epoch: int) -> Group:
+        group = SimGroup(net, rank, epoch)
+        return OwnVotes(group, first_slot) if config.unsafe_no_votes else group
+
     real = Rank(
         cached,
-        group=group,
+        group=make_group(0),
+        regroup=make_group,
         store=store,
         pools=faulty_pools(config, rank, mischief),
         usable={"device": min(config.device_pages), "host": min(config.host_pages)},
@@ -136,5 +144,9 @@ def _loop(
         journal=CoveringJournal(rank, coverage),
         beacon=SimBeacon(net, rank),
         plan_part=mischief.board.plan_part,
+        workers=None
+        if backend is None
+        else DeferredWorkers(backend, plan_page=mischief.board.plan_page),
+        backend=backend,
     )
-    return SoakLoop(config, real, requests, feed, mischief, coverage, None)
+    return SoakLoop(config, Joined(real, mischief, coverage, None), requests, feed)

@@ -68,6 +68,7 @@ def conclude(gather: Gather, *, is_stopped: bool, trouble: str = "") -> Conclusi
             config.plan,
             config.num_ranks,
             gather.step,
+            config.mode == "buffer_only",
             gather.covered(),
             gather.struck_in_all(),
         )

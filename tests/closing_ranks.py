@@ -122,8 +122,8 @@ def run_rank(trial: dict[str, Any], rank: int, port: int, say: int) -> None:
         waited_s=time.monotonic() - began,
         **ended,
     )
-    if trial.get("quick_exit"):
-        os._exit(0)  # torch takes a while to end; that it ends is seen in the other trials
+    if not trial["whole_exit"]:
+        os._exit(0)
 
 
 # --------------------------------------------------------------------------------- the launcher

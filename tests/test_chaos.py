@@ -8,9 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cache.eviction import LeastRecentlyUsed
 from cache.mover import NO_FAULT, Direction, Part, PartPlan
-from cache.radix_tree import RadixTree
 from consensus.errors import BadInput
 from harness.chaos import SITES, FaultLine, Plan, chaos_plan, fit_plan, parse_plan
 from harness.coverage import POINTS, check_names, missing
@@ -111,18 +109,11 @@ def mischief(plan: Plan, rank: int, seed: int = 1) -> tuple[Mischief, list[Fault
     return Mischief(plan, rank, seed, told.append, lambda: 0.0, is_simulated=True), told
 
 
-def tree() -> RadixTree:
-    def ignore(tag: str, *values: int | str) -> None:
-        pass
-
-    return RadixTree(4, LeastRecentlyUsed(), ignore)
-
-
 def strikes(plan: Plan, rank: int, seed: int) -> list[int]:
     """Steps in which a reservation on the host was refused, tried once a step."""
     devil, told = mischief(plan, rank, seed)
     for step in range(1, 400):
-        devil.before_step(step, tree())
+        devil.before_step(step, None)
         devil.board.strike("host.reserve")
     return [event.step for event in told]
 
@@ -158,7 +149,7 @@ def test_process_faults_are_not_carried_out_in_a_simulation() -> None:
     plan = Plan(fault=(FaultLine(site="process", action="kill", at_step=3),))
     devil, told = mischief(plan, 0)
     for step in range(1, 6):
-        devil.before_step(step, tree())
+        devil.before_step(step, None)
     assert [(event.name, event.step, event.skipped) for event in told] == [
         ("process kill", 3, "not in a simulation")
     ]
@@ -170,7 +161,7 @@ def test_the_network_of_the_whole_machine_is_left_alone() -> None:
     )
     told: list[FaultEvent] = []
     devil = Mischief(Plan(fault=(line,)), 0, 1, told.append, lambda: 0.0)
-    devil.before_step(1, tree())
+    devil.before_step(1, None)
     devil.close()
     assert len(told) == 1
     assert told[0].skipped, "lo is shared with every other test on this machine"
@@ -184,9 +175,10 @@ def test_what_was_planned_and_never_happened_is_missing() -> None:
     hang = FaultLine(site="write", action="hang", every_steps=1000)
     plan = Plan(fault=(refuse, hang), cover=("split while copying",))
     covered = {"abort after partial reserve": 3, "split while copying": 1}
-    assert missing(plan, 2, 500, covered, {"host.reserve refuse": 9}) == []
+    assert missing(plan, 2, 500, False, covered, {"host.reserve refuse": 9}) == []
     assert [
-        line.partition(":")[0] for line in missing(plan, 2, 5000, {}, {"host.reserve refuse": 9})
+        line.partition(":")[0]
+        for line in missing(plan, 2, 5000, False, {}, {"host.reserve refuse": 9})
     ] == ["split while copying", "abort after partial reserve", "write hang"]
     assert set(covered) <= set(POINTS)
 
@@ -214,6 +206,42 @@ def test_a_simulated_soak_under_chaos_holds_and_repeats_itself() -> None:
     assert first.struck == second.struck
     assert first.views[0].counts == second.views[1].counts
     assert first.covered()["abort after partial reserve"] > 0
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "write_back"},
+        {"mode": "write_through_selective", "storage": "memory"},
+        {"mode": "buffer_only", "storage": "memory"},
+        {"tp": 1, "pp": 2, "lag": 2},
+    ],
+    ids=lambda how: " ".join(str(value) for value in how.values()),
+)
+def test_every_mode_holds_under_chaos(how: dict[str, object]) -> None:
+    plan = chaos_plan(
+        3,
+        2,
+        (96, 96),
+        (192, 192),
+        has_storage="storage" in how,
+        stages=how.get("mode") == "buffer_only",
+    )
+    gather = simulated(plan=plan, **how)
+    found = conclude(gather, is_stopped=False)
+    assert found.verdict is Verdict.PASS, found.why
+    if "storage" in how:
+        assert any(name.startswith("storage.") for name in gather.struck)
+
+
+def test_a_divergence_is_survived_where_the_policy_is_to_reset() -> None:
+    line = FaultLine(site="scheduler", action="diverge", ranks=(1,), at_step=60)
+    plan = Plan(fault=(line,), cover=("reset",))
+    gather = simulated(plan=plan, policy="reset")
+    found = conclude(gather, is_stopped=False)
+    assert found.verdict is Verdict.PASS, found.why
+    assert gather.covered()["reset"] == 1
+    assert gather.num_compared > 150, "steps of both epochs are compared"
 
 
 def test_the_control_diverges_in_the_simulator_too() -> None:

@@ -21,17 +21,24 @@ import torch.distributed as dist  # noqa: TID251  only to see that it stays unto
 from numpy.typing import NDArray
 
 from consensus import janitor
-from consensus.errors import KvpactError, Misuse, PeerLost, ResourceError, StoreSilent
+from consensus.errors import KvpactError, Misuse, PeerError, PeerLost, ResourceError, StoreSilent
 from consensus.group import (
     MAX_OUTSTANDING,
     GlooGroup,
     Group,
     NcclGroup,
+    Work,
     open_tcp_store,
     serve_tcp_store,
 )
-from consensus.store import Store, TcpStore
+from consensus.manager import TransactionManager
+from consensus.report import LastSeen
+from consensus.step import StepLimits, Stepper
+from consensus.store import MemoryStore, NamedStore, Store, TcpStore
 from harness.launch import Launch, RankContext
+from harness.sim import SimClock, SimGroup, SimNet
+from tests.closing_ranks import Nothing
+from tests.foreign import Owner, make_manager
 
 pytestmark = pytest.mark.ranks
 
@@ -45,6 +52,10 @@ class Bench(Protocol):
 
     rank: int
     store: Store
+
+    def meeting(self) -> Store:
+        """A store that all ranks share, for this scenario alone."""
+        ...
 
     def form(
         self, ranks: Sequence[int], *, name: str = "", width: int = WIDTH, timeout_s: float = LONG_S
@@ -94,6 +105,9 @@ class GlooBench:
             form_timeout_s=LONG_S,
         )
 
+    def meeting(self) -> Store:
+        return NamedStore(self.store, self._name)
+
     def reach(self, mark: str) -> None:
         self.store.set(f"{self._name}/{mark}/{self.rank}", b"1")
 
@@ -141,7 +155,147 @@ class GlooCrew:
         return [self._ranks.receive(rank, 90.0) for rank in members]
 
 
-CREWS: dict[str, Callable[[], contextlib.AbstractContextManager[Crew]]] = {"gloo": GlooCrew}
+# -------------------------------------------------------------------------- the simulated crew
+
+
+class RealTime(SimClock):
+    """A simulated network whose seconds are those of the machine."""
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    @now_s.setter
+    def now_s(self, value: float) -> None:
+        """It goes on by itself."""
+
+
+class BlockingGroup(SimGroup):
+    """A simulated group whose works can be waited for: a rank a thread."""
+
+    def __init__(self, guard: threading.RLock, timeout_s: float, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.guard = guard
+        self.timeout_s = timeout_s
+        self.is_broken = False
+
+    def leave(self) -> None:
+        """Its connections are closed, for good."""
+        self._net.leave(self.rank, self._epoch)
+
+    def min(self, vector: NDArray[np.int64]) -> BlockingWork:
+        with self.guard:
+            return BlockingWork(self, super().min(vector))
+
+
+class BlockingWork:
+    """Breaks its group for good once the group's own timeout has passed, as gloo does."""
+
+    def __init__(self, group: BlockingGroup, work: Work) -> None:
+        self._group = group
+        self._work = work
+        self._end_s = time.monotonic() + group.timeout_s
+
+    def done(self) -> bool:
+        with self._group.guard:
+            if self._group.is_broken:
+                raise PeerLost("the group is broken")
+            if self._work.done():
+                return True
+            if time.monotonic() >= self._end_s:
+                self._group.is_broken = True
+                self._group.leave()
+                raise PeerLost("the group's timeout has passed")
+            return False
+
+    def wait(self, timeout_s: float) -> bool:
+        end_s = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def result(self) -> NDArray[np.int64]:
+        self.done()
+        with self._group.guard:
+            return self._work.result()
+
+
+class SimBench:
+    """A bench in a thread of this process."""
+
+    def __init__(self, crew: SimCrew, rank: int, marks: dict[tuple[str, int], bool]) -> None:
+        self.rank = rank
+        self.store: Store = crew.store
+        self._crew = crew
+        self._marks = marks
+
+    def meeting(self) -> Store:
+        return self._crew.store
+
+    def form(
+        self, ranks: Sequence[int], *, name: str = "", width: int = WIDTH, timeout_s: float = LONG_S
+    ) -> Group:
+        net = self._crew.net(name, len(ranks), width)
+        return BlockingGroup(self._crew.guard, timeout_s, net, self.rank, ranks=list(ranks))
+
+    def reach(self, mark: str) -> None:
+        self._marks[mark, self.rank] = True
+
+    def until(self, mark: str, rank: int) -> None:
+        end_s = time.monotonic() + LONG_S
+        while (mark, rank) not in self._marks:
+            assert time.monotonic() < end_s, f"rank {rank} never came to {mark}"
+            time.sleep(0.002)
+
+
+class SimCrew:
+    """Simulated ranks, each on a thread, over one network a group."""
+
+    def __init__(self) -> None:
+        self.guard = threading.RLock()
+        self.store = MemoryStore()
+        self._nets: dict[str, SimNet] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def net(self, name: str, size: int, width: int) -> SimNet:
+        with self.guard:
+            return self._nets.setdefault(name, SimNet(size, width, RealTime()))
+
+    def run(self, scenario: Callable[[Any], Any], ranks: Sequence[int] = ()) -> list[Any]:
+        members = list(ranks) or list(range(NUM_RANKS))
+        self._nets.clear()
+        self.store = MemoryStore()
+        marks: dict[tuple[str, int], bool] = {}
+        found: dict[int, Any] = {}
+        errors: list[BaseException] = []
+
+        def live(rank: int) -> None:
+            try:
+                found[rank] = scenario(SimBench(self, rank, marks))
+            except BaseException as error:  # noqa: BLE001  raised again below
+                errors.append(error)
+
+        threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * LONG_S)
+        if errors:
+            raise errors[0]
+        return [found[rank] for rank in members]
+
+
+CREWS: dict[str, Callable[[], contextlib.AbstractContextManager[Crew]]] = {
+    "gloo": GlooCrew,
+    "sim": SimCrew,
+}
 
 
 @pytest.fixture(scope="module", params=sorted(CREWS))
@@ -345,6 +499,160 @@ def too_many_outstanding(bench: Bench) -> bool:
     right = all(work.wait(LONG_S) for work in works) and _is_right(group, [0, 1], 1)
     group.close()
     return right
+
+
+# --------------------------------------------------- ranks that do not do what all must do
+
+
+def _steps(
+    bench: Bench, ranks: Sequence[int], before: Callable[[Stepper, int], int], **limits: float
+) -> Any:
+    """Eight steps; ``before(stepper, iteration)`` is this rank's misdeed, and its iteration.
+
+    What it ends with: the error's class, ranks, field, and the steps settled.
+    """
+    manager = make_manager(bench.rank, Owner({"a": 9}))
+    group = bench.form(ranks, width=manager.schema.width)
+    store = bench.meeting()
+    stepper = Stepper(
+        manager,
+        group,
+        store,
+        limits=StepLimits(deadline_s=3.0, grace_s=0.5, slice_s=0.05, **limits),
+        prepare=manager.reserve_open,
+        settled=lambda _: None,
+        live=int,
+        locator=Nowhere(),
+        carrier=Baggage(manager),
+    )
+    try:
+        for iteration in range(1, 9):
+            stepper.run(before(stepper, iteration))
+    except PeerError as error:
+        field = getattr(error, "field", "")
+        return [type(error).__name__, list(error.ranks), field, manager.settled_step]
+    finally:
+        group.close()
+    return ["", [], "", manager.settled_step]
+
+
+class Baggage(Nothing):
+    """Nothing is carried into an epoch that is begun by a call."""
+
+    def __init__(self, manager: TransactionManager) -> None:
+        self._manager = manager
+
+    def restart(self, epoch: int, usable: dict[str, int]) -> None:
+        self._manager.begin_epoch(epoch, usable)
+
+
+class Nowhere:
+    """Nothing is known of anybody."""
+
+    def is_gone(self, rank: int) -> bool:
+        return False
+
+    def is_paused(self, rank: int) -> bool:
+        return False
+
+    def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
+        return dict.fromkeys(ranks)
+
+
+def all_in_step(bench: Bench) -> Any:
+    return _steps(bench, range(NUM_RANKS), lambda _, iteration: iteration)
+
+
+def one_iteration_ahead(bench: Bench) -> Any:
+    def ahead(_: Stepper, iteration: int) -> int:
+        return iteration + (bench.rank == 1 and iteration >= 5)
+
+    return _steps(bench, range(NUM_RANKS), ahead)
+
+
+def one_posts_twice(bench: Bench) -> Any:
+    """A collective more: the next ballot of rank 2 meets the others' ballot after it."""
+
+    def twice(stepper: Stepper, iteration: int) -> int:
+        if bench.rank == 2 and iteration == 5:
+            stepper.manager.step += 1
+        return iteration
+
+    return _steps(bench, range(NUM_RANKS), twice)
+
+
+def somebody_elses_collective(bench: Bench) -> Any:
+    """Rank 0 lets a vector into the group that is no ballot: it pairs with the others' step 5."""
+
+    def intrude(stepper: Stepper, iteration: int) -> int:
+        if bench.rank == 0 and iteration == 5:
+            stepper.group.min(np.full(stepper.group.width, 7, dtype=np.int64))
+        return iteration
+
+    return _steps(bench, range(NUM_RANKS), intrude)
+
+
+def another_schema(bench: Bench) -> Any:
+    def other(stepper: Stepper, iteration: int) -> int:
+        if bench.rank == 0 and iteration == 3:
+            stepper.manager._schema_digest += 1
+        return iteration
+
+    return _steps(bench, range(NUM_RANKS), other)
+
+
+def another_epoch(bench: Bench) -> Any:
+    def newer(stepper: Stepper, iteration: int) -> int:
+        if bench.rank == 2 and iteration == 4:
+            stepper.renew({"a": 9})
+        return iteration
+
+    return _steps(bench, range(NUM_RANKS), newer)
+
+
+def one_never_comes_back(bench: Bench) -> Any:
+    def stay_away(_: Stepper, iteration: int) -> int:
+        if bench.rank == 1 and iteration == 5:
+            bench.until("over", 0)
+        return iteration
+
+    found = _steps(bench, range(NUM_RANKS), stay_away)
+    bench.reach("over")
+    return found
+
+
+def test_ranks_in_step_agree(crew: Crew) -> None:
+    assert crew.run(all_in_step) == [["", [], "", 8]] * NUM_RANKS
+
+
+@pytest.mark.parametrize(
+    "scenario, rank, field, settled",
+    [
+        (one_iteration_ahead, 1, "iteration", 4),
+        (one_posts_twice, 2, "step", 4),
+        (another_schema, 0, "schema", 2),
+        (another_epoch, 2, "epoch", 3),
+    ],
+)
+def test_a_rank_out_of_step_is_named_by_all(
+    crew: Crew, scenario: Callable[[Bench], Any], rank: int, field: str, settled: int
+) -> None:
+    found = crew.run(scenario)
+    assert [one[:3] for one in found] == [["Divergence", [rank], field]] * NUM_RANKS
+    there = [one[3] for number, one in enumerate(found) if number != rank]
+    assert there == [settled] * (NUM_RANKS - 1), "nothing of the wrong ballot was settled"
+
+
+def test_what_is_no_ballot_decides_nothing(crew: Crew) -> None:
+    found = crew.run(somebody_elses_collective)
+    assert [one[0] for one in found] == ["Divergence"] * NUM_RANKS
+    assert [one[3] for one in found] == [4] * NUM_RANKS
+
+
+def test_a_rank_that_skips_a_collective_for_good_is_named_by_all(crew: Crew) -> None:
+    """The one that stayed away finds the seal when it comes, and raises the same."""
+    found = crew.run(one_never_comes_back)
+    assert found == [["RankStalled", [1], "", 4]] * NUM_RANKS
 
 
 def test_min_is_right_without_lag(crew: Crew) -> None:

@@ -1,0 +1,132 @@
+"""Progress: ranks that wait together for ever, in perfect agreement, are told so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from consensus.errors import KvpactError, ProgressLost
+from consensus.manager import TransactionManager
+from consensus.progress import MAX_DESCRIBED, Progress, describe
+from consensus.step import StepLimits, Stepper
+from tests.foreign import Owner, make_manager, only
+from tests.test_step import LAGS, Baggage, World, one_error
+
+BOUND_S = 2.0
+
+
+def world_with(lag: int, waits: Any = None) -> World:
+    """Ranks whose copies never time out, so that only the age of an intent can end the wait."""
+    world = World(lag=lag)
+    for rank in world.ranks:
+        rank.manager._copy_timeout_ms = 10**9
+        rank.stepper._progress = Progress(rank.manager, bound_s=BOUND_S, waits=waits)
+    return world
+
+
+def step_until_error(world: World, limit: int = 60) -> list[KvpactError]:
+    for _ in range(limit):
+        world.net.now_s += 0.2
+        errors = [error for error in world.step().values() if error is not None]
+        if errors:
+            assert len(errors) == len(world.ranks)
+            return errors
+    raise AssertionError("nobody minded")
+
+
+@LAGS
+def test_a_copy_that_never_ends_on_one_rank_is_named(lag: int) -> None:
+    world = world_with(lag)
+    for rank in world.ranks:
+        intent = rank.manager.open("copy", "slow", {"a": 2}, rank.owner)
+        assert intent is not None
+        rank.manager.reserve(intent)
+        if rank.manager.rank != 2:
+            rank.manager.mark_ended(intent)
+    error = one_error(step_until_error(world))
+    assert isinstance(error, ProgressLost)
+    assert error.ranks == (2,)
+    assert "copy slow has waited for" in error.message
+    assert "it has not ended on all ranks" in error.message
+    assert any("rank 2: copy slow" in line and "not ended here" in line for line in error.story)
+    assert only(rank.manager.settled_step for rank in world.ranks)
+
+
+@LAGS
+def test_what_waits_in_line_is_named(lag: int) -> None:
+    world = world_with(lag, lambda: {"pages for request r7": "a pin that blocks every admission"})
+    error = one_error(step_until_error(world))
+    assert isinstance(error, ProgressLost)
+    assert "pages for request r7 has waited for" in error.message
+    assert "a pin that blocks every admission" in error.message
+
+
+def test_who_comes_and_goes_does_not_grow_old() -> None:
+    manager = make_manager(0)
+    waiting: dict[str, str] = {}
+    progress = Progress(manager, bound_s=BOUND_S, waits=lambda: waiting)
+    for second in range(20):
+        manager.clock_ms = second * 1000
+        waiting.clear()
+        waiting[f"request {second}"] = "room"
+        assert progress.overdue() == ""
+
+
+def test_an_age_begins_anew_with_the_epoch() -> None:
+    manager = make_manager(0)
+    progress = Progress(manager, bound_s=BOUND_S, waits=lambda: {"r": "room"})
+    manager.clock_ms = 1500
+    assert progress.overdue() == ""
+    progress.restart()
+    manager.clock_ms = 0
+    assert progress.overdue() == ""
+    manager.clock_ms = 1900
+    assert progress.overdue() == ""
+    manager.clock_ms = 2200
+    assert progress.overdue().startswith("r has waited for 2.2 s")
+
+
+def test_an_ordinary_copy_is_left_alone() -> None:
+    world = world_with(0)
+    for _ in range(30):
+        world.open()
+        world.net.now_s += 0.2
+        assert not any(world.step().values())
+
+
+def open_many(manager: TransactionManager, owner: Owner, number: int) -> None:
+    for index in range(number):
+        assert manager.open("copy", index, {"a": 1}, owner) is not None
+
+
+def test_a_description_is_bounded_and_says_what_is_local() -> None:
+    owner = Owner({"a": 100})
+    manager = make_manager(0, owner, num_slots=MAX_DESCRIBED + 9)
+    open_many(manager, owner, MAX_DESCRIBED + 3)
+    lines = describe(manager)
+    assert len(lines) == MAX_DESCRIBED + 1
+    assert lines[0] == "copy 0 (#0, slot 0, a=1): proposed, not ended here, open for 0.0 s"
+    assert lines[-1] == "and 3 more"
+
+
+def test_the_bound_is_a_limit_of_the_stepper() -> None:
+    assert StepLimits(progress_s=7.0).progress_s == 7.0
+    world = World(size=1)
+    rank = world.ranks[0]
+    stepper = Stepper(
+        rank.manager,
+        rank.link,
+        world.store,
+        limits=StepLimits(progress_s=0.5),
+        prepare=rank.manager.reserve_open,
+        settled=lambda _: None,
+        live=int,
+        locator=world.net,
+        carrier=Baggage(),
+        waits=lambda: {"a ticket": "nobody"},
+    )
+    with pytest.raises(ProgressLost, match="a ticket has waited"):
+        for iteration in range(20):
+            stepper.run(iteration)
+            world.net.now_s += 0.1

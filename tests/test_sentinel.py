@@ -1,0 +1,136 @@
+"""The sentinel: says who differs while the scheduler's thread hangs, and does nothing else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import msgspec
+import pytest
+
+from consensus.journal import Journal
+from consensus.report import Report, SealedError
+from consensus.sentinel import GATHER_S, Sentinel
+from tests.test_step import World
+
+
+def sentinels(world: World) -> list[Sentinel]:
+    return [
+        Sentinel(rank.stepper, world.store, clock=lambda: world.net.now_s) for rank in world.ranks
+    ]
+
+
+def looked(watching: list[Sentinel], times: int = 3) -> list[SealedError | None]:
+    for _ in range(times):
+        for one in watching:
+            one.look()
+    return [one.alarm for one in watching]
+
+
+def differing(lag: int = 2) -> World:
+    """Rank 1 made a call alone; the ballots that show it are posted, and nobody has settled them."""
+    world = World(lag=lag)
+    world.settle_in(4)
+    world.ranks[1].manager.note("evict", "host", 17)
+    assert not any(world.step().values())
+    return world
+
+
+def test_all_name_the_rank_before_any_scheduler_comes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = differing()
+    before = [(rank.stepper.stage, rank.manager.settled_step) for rank in world.ranks]
+    with caplog.at_level(logging.ERROR, logger="kvpact"):
+        alarms = looked(sentinels(world))
+    for alarm in alarms:
+        assert alarm is not None
+        assert (alarm.kind, alarm.field, alarm.ranks) == ("Divergence", "fingerprint", (1,))
+        assert any("evict host 17" in line for line in alarm.story)
+    assert "rank 2 has not reacted yet, it is idle: rank 1 differs in fingerprint" in caplog.text
+    assert [(rank.stepper.stage, rank.manager.settled_step) for rank in world.ranks] == before
+
+
+def test_it_never_acts(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is sealed or asked for; the schedulers find the error themselves, the same."""
+    world = differing()
+    alarms = looked(sentinels(world))
+    assert not [key for key in world.store.keys() if "seal" in key or "closing" in key]
+    error = world.until_all_raise()
+    assert alarms[0] is not None
+    assert error.message == alarms[0].build().message
+    assert world.net.calls.keys() == set(range(1, world.ranks[0].link.num_calls + 1))
+
+
+def test_what_is_found_stands_in_the_store() -> None:
+    world = differing()
+    looked(sentinels(world))
+    found = world.store.get("epoch/0/alarm/0/1")
+    assert found is not None
+    report = msgspec.msgpack.decode(found, type=Report)
+    assert (report.rank, report.at_step, report.phase) == (1, 5, "idle")
+
+
+def test_it_waits_for_the_others_to_file_but_not_for_ever() -> None:
+    world = differing()
+    first = sentinels(world)[0]
+    first.look()
+    first.look()
+    assert first.alarm is None, "the others may still file theirs"
+    world.net.now_s += GATHER_S
+    first.look()
+    assert first.alarm is not None
+    assert first.alarm.ranks == (1, 2), "those who have filed nothing: it knows no better"
+
+
+def test_it_is_silent_where_the_scheduler_reacts(caplog: pytest.LogCaptureFixture) -> None:
+    world = differing()
+    watching = sentinels(world)
+    for one in watching:
+        one.look()
+    world.until_all_raise()
+    with caplog.at_level(logging.ERROR, logger="kvpact"):
+        looked(watching)
+    assert "has not reacted" not in caplog.text
+
+
+def test_ranks_that_agree_are_no_news() -> None:
+    world = World(lag=2)
+    watching = sentinels(world)
+    for _ in range(6):
+        world.open()
+        assert not any(world.step().values())
+        assert looked(watching, 1) == [None] * 3
+    assert not [key for key in world.store.keys() if "alarm" in key]
+
+
+def test_a_silent_store_is_tried_again() -> None:
+    world = differing()
+    watching = sentinels(world)
+    thread = watching[0]
+    thread._interval_s = 0.01
+    world.store.silent = True
+    thread.start()
+    time.sleep(0.05)
+    world.store.silent = False
+    end_s = time.monotonic() + 10.0
+    while world.store.get("epoch/0/alarm/0/0") is None:
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+    assert thread.stop()
+    assert not [one for one in threading.enumerate() if "sentinel 0" in one.name]
+
+
+def test_a_journal_that_grows_meanwhile_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = differing()
+    tries = iter(range(3))
+
+    def tail(journal: Journal, num_entries: int = 512) -> list[object]:
+        if next(tries) < 2:
+            raise RuntimeError("deque mutated during iteration")
+        return []
+
+    monkeypatch.setattr(Journal, "tail", tail)
+    sentinels(world)[0].look()
+    assert world.store.get("epoch/0/alarm/0/0") is not None
