@@ -111,6 +111,7 @@ class Carryover:
             path.clear()
         for tier in Tier:
             parts.event_log.cleared(tier.value)
+            parts.journal.fact("forget", tier.value)
         if seal is not None and seal.then == "detach":
             parts.is_detached = True
             self._rebuild_device_tier(set(seal.kept))

@@ -54,6 +54,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int
     kv_shape: KVShape = KVShape(layers=2, heads=1, dim=8)
     lag: int = 0
+    pipeline_stages: int = 1
     num_slots: int = 256
     headroom_pages: int = 0
     evicts_whole_nodes: bool = False
@@ -88,6 +89,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._require("device_pages", self.device_pages, 1)
         self._require("host_pages", self.host_pages, 0)
         self._require("lag", self.lag, 0)
+        self._require("pipeline_stages", self.pipeline_stages, 1)
         self._require("num_slots", self.num_slots, 16)
         self._require("headroom_pages", self.headroom_pages, 0)
         self._require("load_back_minimum_pages", self.load_back_minimum_pages, 1)

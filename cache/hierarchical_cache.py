@@ -155,6 +155,24 @@ class HierarchicalCache:
             outcomes, tuple(dict.fromkeys(void)), lost, was_reset=resets != self._num_resets
         )
 
+    def decide(self) -> StepResult:
+        """An agreed call between two steps: decide now what was asked since the last one.
+
+        For a caller that cannot wait, where agreed state says so on every rank; it costs a
+        collective. With pipeline stages it would deadlock against the activations:
+        :class:`Misuse`.
+        """
+        self.begin_decide()
+        while (result := self.poll_step()) is None:
+            self.stepper.pause()
+        return result
+
+    def begin_decide(self) -> None:
+        """The first half of :meth:`decide`, for callers that must not block."""
+        if self.config.pipeline_stages > 1:
+            raise Misuse("decide() would deadlock against the activations of pipeline stages")
+        self.stepper.begin_round()
+
     # -- at ingest and admission -----------------------------------------------------------------
 
     def match_prefix(
@@ -173,6 +191,8 @@ class HierarchicalCache:
         path = self._served(self.tree.match(tokens, namespace))
         device = self._on_device(path)
         match = _match(path, device, tokens, namespace)
+        if self.journal.is_written:
+            self.journal.fact("serve", len(device), *(node.node_id for node in path))
         if request is not None:
             live = self.requests.open(request)
             live.prompt_pages = len(tokens) // self.config.page_size

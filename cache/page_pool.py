@@ -16,7 +16,7 @@ Not thread-safe: only the thread that steps the cache calls a pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from consensus.errors import InternalError, Misuse
 
@@ -33,7 +33,7 @@ class PagePool:
     changed nothing.
     """
 
-    __slots__ = ("_free", "_holds", "_num_limbo", "_state", "name", "num_pages")
+    __slots__ = ("_free", "_holds", "_num_limbo", "_state", "fact", "name", "num_pages")
 
     def __init__(self, name: str, num_pages: int) -> None:
         if num_pages < 0:
@@ -46,6 +46,8 @@ class PagePool:
         self._state: list[int] = [_FREE] * num_pages
         self._holds: list[int] = [0] * num_pages
         self._num_limbo = 0
+        #: Where the moves of pages are written down (the journal's file); ``None``: nowhere.
+        self.fact: Callable[..., None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -95,6 +97,9 @@ class PagePool:
             twice = _first_repeated(pages)
             raise InternalError(f"pool {self.name!r}: page {twice} is freed twice in one call")
         state, holds, free = self._state, self._holds, self._free
+        if self.fact is not None:
+            self.fact("put back", self.name, *(page for page in pages if not holds[page]))
+            self.fact("limbo", self.name, *(page for page in pages if holds[page]))
         # Backwards, so that freeing what was just reserved restores the stack exactly.
         for page in reversed(pages):
             if holds[page]:
@@ -130,6 +135,9 @@ class PagePool:
                     f"pool {self.name!r}: page {page} is released but no copy holds it"
                 )
             holds[page] -= 1
+        back = [page for page in pages if state[page] == _LIMBO and not holds[page]]
+        if self.fact is not None and back:
+            self.fact("out of limbo", self.name, *dict.fromkeys(back))
         for page in reversed(pages):
             if state[page] == _LIMBO and not holds[page]:
                 state[page] = _FREE
@@ -148,6 +156,12 @@ class PagePool:
         state = self._state
         self._free = [page for page in range(self.num_pages - 1, -1, -1) if state[page] == _FREE]
         self._num_limbo = state.count(_LIMBO)
+        if self.fact is not None:
+            self.fact("pool reset", self.name)
+            kept = [page for page, one in enumerate(state) if one == _OUT]
+            self.fact("take", self.name, *kept)
+            held = [page for page, one in enumerate(state) if one == _LIMBO]
+            self.fact("limbo", self.name, *held)
 
     def check_integrity(self) -> None:
         """Count everything anew; raises `InternalError` naming the first thing that is wrong."""
@@ -182,6 +196,8 @@ class PagePool:
         state = self._state
         for page in taken:
             state[page] = _OUT
+        if self.fact is not None:
+            self.fact("take", self.name, *taken)
         return taken
 
     def _require_known(self, pages: Sequence[int]) -> None:

@@ -70,6 +70,9 @@ class Parts:
         self.is_detached = False  # by policy: only the device tier is used any more
         self.tree = RadixTree(config.page_size, POLICIES[config.eviction](), journal.note)
         self.tree.on_place = self._placed
+        if journal.is_written:
+            for pool in (*pools.values(), *(one for each in side for one in each.pools.values())):
+                pool.fact = journal.fact
         schema = schema_of(config)
         self.manager = TransactionManager(
             rank=rank,
@@ -234,3 +237,12 @@ class Parts:
     def _placed(self, node: Node, tier: Tier) -> None:
         is_there = node.at(tier).is_published
         (self.event_log.stored if is_there else self.event_log.removed)(node, tier.value)
+        if not self.journal.is_written:
+            return
+        presence = node.at(tier)
+        if is_there:
+            intent = presence.carriage.intent if presence.carriage is not None else None
+            serial = intent.serial if intent is not None else -1
+            self.journal.fact("publish", tier.value, node.node_id, serial, *presence.pages)
+        else:
+            self.journal.fact("unpublish", tier.value, node.node_id)

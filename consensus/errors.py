@@ -9,7 +9,7 @@ to it) and survives pickling, because errors cross process boundaries on their w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Final
 
 __all__ = [
     "BadInput",
@@ -27,6 +27,27 @@ __all__ = [
 ]
 
 
+#: What to look at where ranks differ in a field of the ballot's header.
+_BY_FIELD: Final = {
+    "schema": "start all ranks with the same configuration and the same version of kvpact",
+    "epoch": "one rank alone called reset(), attach_storage() or detach_storage(): such calls are"
+    " made on every rank between the same two steps",
+    "step": "a collective was skipped or made twice: find who else posts to this group",
+    "iteration": "the named rank's scheduler skipped or repeated an iteration: step() belongs at"
+    " one place of its loop, unconditionally, also when the engine is idle",
+    "round": "decide() was called on some ranks only: it must hang on agreed state",
+    "fingerprint": "look at the first decision that differs: that call was made on some ranks only,"
+    " in another order or with other arguments; find what made the named rank's scheduler choose"
+    " differently (a clock, a set, an abort that reached one rank first)",
+    "live": "an abort or an admission reached some ranks in another step than the others: hand them"
+    " to all ranks with the same iteration",
+}
+_WHEN_DEAD: Final = (
+    "its process has ended: look at its output, its exit code and the log of the kernel (out of"
+    " memory?); the others cannot go on without it, start the replica again"
+)
+
+
 class KvpactError(Exception):
     """Base of all errors of kvpact.
 
@@ -34,7 +55,7 @@ class KvpactError(Exception):
     no single rank is concerned. ``story`` holds readable lines, oldest first.
     """
 
-    advice: str = ""
+    _advice: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -55,6 +76,11 @@ class KvpactError(Exception):
         self.epoch = epoch
         self.step = step
         self.story: tuple[str, ...] = tuple(story)
+
+    @property
+    def advice(self) -> str:
+        """What the reader can do about it; may be empty."""
+        return self._advice
 
     def __str__(self) -> str:
         place = [
@@ -90,6 +116,8 @@ class BadInput(Misuse):
 class PeerError(KvpactError):
     """Another rank did not do what every rank must do."""
 
+    _advice = "look at the log of the named rank: its exception stands there with its traceback"
+
 
 class Divergence(PeerError):
     """Ranks differ in a fact that must be equal everywhere.
@@ -97,11 +125,6 @@ class Divergence(PeerError):
     ``field`` is the first header field that differs, ``ours`` its value on the majority (or on
     the lowest rank, where there is none), ``theirs`` the value on the named ranks.
     """
-
-    advice = (
-        "look at the first decision that differs, in the story above: a call that changes the"
-        " cache was made on one rank only, or in another order"
-    )
 
     def __init__(
         self, message: str, *, field: str = "", ours: int = 0, theirs: int = 0, **where: Any
@@ -111,11 +134,20 @@ class Divergence(PeerError):
         self.ours = ours
         self.theirs = theirs
 
+    @property
+    def advice(self) -> str:
+        """What to look at, by the field that differs."""
+        where = _BY_FIELD.get(self.field, "find out who else posts to this group")
+        return where if len(self.ranks) < 2 else f"{where}; without a majority ask all named ranks"
+
 
 class RankStalled(PeerError):
     """A rank did not come to a step within its deadline."""
 
-    advice = "look at the named rank: its last phase and its stack say where it is"
+    _advice = (
+        "look at the stack of the named rank: there its scheduler is; if it is away for good reason"
+        " (graph capture, weight update), put that into paused(reason), or raise deadline_s"
+    )
 
     def __init__(
         self,
@@ -131,32 +163,49 @@ class RankStalled(PeerError):
         self.waited_s = waited_s
         self.dead = dead
 
+    @property
+    def advice(self) -> str:
+        """Where to look: at a process that has ended, or at a thread that does not come."""
+        return _WHEN_DEAD if self.dead else self._advice
+
 
 class PeerLost(PeerError):
     """The connection to another rank broke: its process ended or its network is gone."""
 
-    advice = "look at why the process of the named rank ended (out of memory, killed, crashed)"
+    _advice = (
+        "look at why the process of the named rank ended (out of memory, killed, crashed), and"
+        " where it lives, at the network"
+    )
 
 
 class PeerLeft(PeerError):
     """A rank has left in good order: nobody can step on without it."""
 
+    _advice = "nothing is wrong: end this replica, or form a new one without that rank"
+
 
 class ProgressLost(PeerError):
-    """All ranks agree, but an open intent has outlived every bound: they wait together."""
+    """All ranks agree, but an intent or a ticket has outlived every bound: they wait together."""
+
+    _advice = (
+        "look at what it waits for: which copy has not ended on the named ranks, and who pins the"
+        " pages of its pool"
+    )
 
 
 class ResourceError(KvpactError):
     """Something this rank needs ran out: a queue is full, a pool is too small."""
 
+    _advice = "raise the limit that the message names, or ask for less at a time"
+
 
 class StoreSilent(ResourceError):
     """The store did not answer within its bound."""
 
-    advice = "check the host that serves the store; kvpact cannot name ranks without it"
+    _advice = "check the host that serves the store; kvpact cannot name ranks without it"
 
 
 class InternalError(KvpactError):
     """A bug in kvpact: an invariant does not hold."""
 
-    advice = "this is a bug in kvpact: please report it with the journals of all ranks"
+    _advice = "this is a bug in kvpact: please report it with the journals of all ranks"

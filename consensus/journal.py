@@ -82,6 +82,11 @@ class Journal:
         if self._file is not None:
             self._write(Entry(-1, self.epoch, self.step, tag, values))
 
+    @property
+    def is_written(self) -> bool:
+        """There is a file: facts are worth the making."""
+        return self._file is not None
+
     def begin_epoch(self, epoch: int) -> None:
         """Start counting anew: nothing of an earlier epoch is in the fingerprint of this one."""
         self.epoch = epoch

@@ -251,7 +251,7 @@ def _stall(
     what = ", ".join(f"{_ranks(ranks)} {verb}" for ranks, verb in whats if ranks)
     return SealedError(
         kind="RankStalled",
-        message=f"{what}: nobody can wait any longer for step {at_step}",
+        message=f"{what}: step {at_step} cannot be settled",
         ranks=tuple(named),
         epoch=epoch,
         step=at_step,

@@ -56,12 +56,13 @@ class Patience:
         self._looked_at = 0.0
         self._warned = False
         self._num_deadlines = 1
+        self._has_excused = False
         self._is_store_silent = False
 
     def begin(self, now: float) -> None:
         """The wait begins."""
         self._began = self._counts_from = self._looked_at = now
-        self._warned = False
+        self._warned = self._has_excused = False
         self._num_deadlines = 1
 
     def waited_s(self, now: float) -> float:
@@ -108,12 +109,14 @@ class Patience:
     def _excuse_pauses(self, now: float) -> None:
         """A rank that pauses is waited for; the whole deadline begins when its pause has ended."""
         limits = self._limits
-        if now - self._counts_from < min(limits.warn_s, limits.deadline_s / 2):
+        soon = now - self._counts_from < min(limits.warn_s, limits.deadline_s / 2)
+        if soon and not self._has_excused:
             return
         if now - self._began < limits.pause_s and any(
             self._locator.is_paused(rank) for rank in self._others
         ):
             self._counts_from = now
+            self._has_excused = True
 
     def _warn(self, step: int, waited_s: float) -> None:
         """Say early whom this rank waits for; nothing follows from it."""

@@ -101,6 +101,7 @@ class Stepper:
         self._posted_at: dict[int, float] = {}
         self._stage = Stage.IDLE
         self._iteration = 0
+        self._round = 0
         self._outcomes: list[Outcome] = []
         self._started = group.now()
         self._paused_s = 0.0
@@ -128,6 +129,23 @@ class Stepper:
         if iteration < 0:
             raise Misuse(f"the scheduler's iteration must not be negative, got {iteration}")
         self._iteration = iteration
+        self._round = 0
+        self._begin(is_ending=is_ending)
+
+    def begin_round(self) -> None:
+        """Between two steps: an extra round of the same iteration, settled at once (agreed call).
+
+        With lag what is in flight is settled first. Every rank must come to it: the ballot carries
+        the number of the round.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._stage is not Stage.IDLE:
+            raise Misuse("an extra round is for between two steps")
+        self._round += 1
+        self._begin(is_ending=False)
+
+    def _begin(self, *, is_ending: bool) -> None:
         self._outcomes = []
         self.num_steps += 1
         if is_ending:
@@ -154,7 +172,7 @@ class Stepper:
                 case Stage.BEGUN:
                     self._start()
                 case Stage.AWAIT_LAGGED if self._settled():
-                    self._enter(Stage.POST)
+                    self._start()
                 case Stage.POST:
                     self._post()
                 case Stage.AWAIT if self._settled():
@@ -247,7 +265,9 @@ class Stepper:
         self._enter(stage)
 
     def _start(self) -> None:
-        if self.manager.lag and len(self._works) >= self.manager.lag:
+        # An extra round is settled at once, so it waits for all that is in flight before it.
+        allowed = 0 if self._round else max(0, self.manager.lag - 1)
+        if len(self._works) > allowed:
             self._await(Stage.AWAIT_LAGGED)
         else:
             self._enter(Stage.POST)
@@ -267,7 +287,7 @@ class Stepper:
             InFlight(manager.epoch, manager.newest_header, manager.newest_num_slots, work)
         )
         self.in_flight = tuple(self._works)
-        if manager.lag:
+        if manager.lag and not self._round:
             self._enter(Stage.DONE)
         else:
             self._await(Stage.AWAIT)
@@ -282,10 +302,13 @@ class Stepper:
                     live=self._live(),
                     now_ms=now_ms,
                     status=Status.LEAVING if self._is_leaving else Status.HEALTHY,
+                    round_number=self._round,
                 )
             except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
                 self._cause = error
-        return self.manager.post(self._iteration, now_ms=now_ms, status=Status.BROKEN)
+        return self.manager.post(
+            self._iteration, now_ms=now_ms, status=Status.BROKEN, round_number=self._round
+        )
 
     def _settled(self) -> bool:
         """Settle the oldest ballot if its verdict is there; start closing where that cannot be."""

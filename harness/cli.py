@@ -206,6 +206,36 @@ def explain(
     return explains.explain(report, around=around)
 
 
+@app.command()
+def search(
+    *,
+    small: Annotated[
+        bool, typer.Option("--small", help="Only what takes seconds; else minutes to hours.")
+    ] = False,
+    states_max: Annotated[
+        int, typer.Option(help="Cut each setting short after so many states.")
+    ] = 2_000_000,
+) -> int:
+    """Go through all states of small worlds and check every promise in each."""
+    if states_max < 1:
+        raise BadInput(f"--states-max: must be at least 1, got {states_max}")
+    from harness import search as searches
+
+    return searches.search(small=small, states_max=states_max)
+
+
+@app.command()
+def verify(
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="Journals of all ranks: rank<N>.jsonl, or of")
+    ],
+) -> int:
+    """Check the history of a run from the journals of its ranks alone."""
+    from harness import verify as verifies
+
+    return verifies.verify(folder)
+
+
 @app.command("generate")
 def generate_trace(
     out: Annotated[str, typer.Argument(metavar="OUT", help="The trace to write (JSON lines).")],

@@ -98,8 +98,12 @@ def missing(
 
 
 def _is_due(line: FaultLine, num_steps: int) -> bool:
-    """Whether it should have struck by then; a copy or reservation must also have come by."""
-    return line.at_step is not None or 3 * (line.every_steps or 100) <= num_steps
+    """Whether it should have struck by then.
+
+    One at a pool, a copy or the storage strikes with the next occasion, which takes a while.
+    """
+    waits = 3 if line.site in ("process", "network", "scheduler") else 8
+    return line.at_step is not None or waits * (line.every_steps or 100) <= num_steps
 
 
 class CoveringJournal(Journal):

@@ -165,8 +165,7 @@ def print_incident(incident: Incident, out: Console, *, around: int = 6) -> None
     _print_pending(reports, out)
     out.print()
     _heading(out, "What to do")
-    for line in _advice(error):
-        out.print(f"  {line}", markup=False)
+    out.print(f"  {error.build().advice}", markup=False)
 
 
 def _heading(out: Console, text: str) -> None:
@@ -327,45 +326,3 @@ def _ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-_BY_FIELD: Final = {
-    "schema": "Start all ranks with the same configuration and the same version of kvpact.",
-    "epoch": "One rank alone called reset(), attach_storage() or detach_storage(): such calls are"
-    " made on every rank, between the same two steps.",
-    "step": "A collective was skipped or made twice: one rank's step() ended by another error, or"
-    " somebody else used the group.",
-    "iteration": "The named rank's scheduler skipped or repeated an iteration: step() belongs at"
-    " one place of the loop, unconditionally, also when the engine is idle.",
-    "round": "decide() was called on some ranks only: it must hang on agreed state.",
-    "fingerprint": "Look at the first difference above: that call was made on some ranks only, in"
-    " another order, or with other arguments. Find what made the scheduler of the named rank choose"
-    " differently: a clock, a set, an allocation, an abort that reached one rank first.",
-    "live": "The ranks do not hold the same live requests: an abort or an admission reached some"
-    " ranks in another step than the others. Hand aborts to all ranks with the same iteration.",
-}
-
-
-_TIED: Final = "Without a majority nobody can tell who is right."
-_BY_KIND: Final = {
-    "dead": "The process has ended: look at its output, at its exit code, and at the kernel's log"
-    " (out of memory?). The others cannot go on without it: start the replica again.",
-    "RankStalled": "Look at the stack above, where there is one: there the scheduler's thread is. If"
-    " it is away for good reason (graph capture, weight update), put that into paused(reason); if"
-    " steps may last that long, raise deadline_s.",
-    "ProgressLost": "All ranks agree, and wait together. Look at the oldest open intent above and"
-    " at its pool: who pins it, and which copy has not ended on which rank?",
-    "PeerLost": "The network between the ranks broke, though all processes live: look at that.",
-    "PeerError": "The message is the exception of the named rank; its traceback is in that rank's"
-    " log.",
-}
-
-
-def _advice(error: SealedError) -> list[str]:
-    """What a person can do about it."""
-    if error.kind == "Divergence":
-        where = _BY_FIELD.get(error.field, "Find out who else posted to this group.")
-        return [where] if len(error.ranks) == 1 else [where, _TIED]
-    if error.kind == "RankStalled" and error.dead:
-        return [_BY_KIND["dead"]]
-    return [_BY_KIND.get(error.kind, _BY_KIND["PeerError"])]

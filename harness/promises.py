@@ -99,7 +99,8 @@ def _bounds(cache: HierarchicalCache) -> list[str]:
     found: list[str] = []
     if stepper.num_collectives != stepper.num_steps:
         found.append(f"{stepper.num_collectives} collectives in {stepper.num_steps} steps")
-    if manager.step - manager.settled_step != min(manager.step, config.lag):
+    unsettled = sum(1 for one in stepper.in_flight if one.epoch == manager.epoch)
+    if manager.step - manager.settled_step != unsettled or unsettled > config.lag:
         found.append(f"settled through step {manager.settled_step} with lag {config.lag}")
     if stepper.num_in_flight > config.lag:
         found.append(f"{stepper.num_in_flight} ballots in flight with lag {config.lag}")

@@ -16,15 +16,15 @@ import logging
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
 
 from harness.search_checks import broken
 from harness.search_digest import digest
-from harness.search_world import LIMITS, TICK_S, Crash, Member, Setting, World
+from harness.search_world import TICK_S, Crash, Member, Setting, World
 
 __all__ = ["LARGE", "SMALL", "Action", "Found", "explore", "replay", "search"]
 
@@ -34,12 +34,12 @@ Action = tuple[str | int, ...]
 STATES_MAX: Final = 2_000_000
 _COLLECT_EVERY: Final = 2_000
 _PLAIN = ("go", "end", "stop", "pass")  # what still happens once faults have stopped
-_FAULTS = ("crash", "skip", "repeat", "stray")
 
 
 class Found(msgspec.Struct, kw_only=True):
     """What a search of one setting came to. ``failure`` is empty where all promises hold, else
-    ``path`` leads there. ``num_drained`` states have nothing left to do."""
+    ``path`` leads there. ``num_drained`` states have nothing left to do. ``is_cut``: there are more
+    states than were asked for, and whether all of them can drain was not looked at."""
 
     setting: Setting
     num_states: int = 0
@@ -47,6 +47,7 @@ class Found(msgspec.Struct, kw_only=True):
     num_drained: int = 0
     depth: int = 0
     spent_s: float = 0.0
+    is_cut: bool = False
     failure: str = ""
     path: list[Action] = []
 
@@ -156,16 +157,11 @@ def _strike(world: World, member: Member, kind: str) -> None:
 # -- the search ------------------------------------------------------------------------------------
 
 
-def explore(
-    setting: Setting,
-    *,
-    states_max: int = STATES_MAX,
-    tell: Callable[[int, int], None] | None = None,
-) -> Found:
+def explore(setting: Setting, *, states_max: int = STATES_MAX) -> Found:
     """All states of ``setting``, breadth first, until a promise breaks or none is new."""
     logging.getLogger("kvpact").setLevel(logging.CRITICAL)
     with _rare_collections():
-        return _explore(setting, states_max, tell)
+        return _explore(setting, states_max)
 
 
 @contextlib.contextmanager
@@ -181,9 +177,7 @@ def _rare_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _explore(
-    setting: Setting, states_max: int, tell: Callable[[int, int], None] | None
-) -> Found:
+def _explore(setting: Setting, states_max: int) -> Found:
     started = time.monotonic()
     found = Found(setting=setting)
     first = World(setting)
@@ -196,7 +190,7 @@ def _explore(
     while queue and not found.failure:
         here, data = queue.popleft()
         num_moves = 0
-        for action, world, key in _successors(data, setting):
+        for action, world, key, is_plain in _successors(data, setting):
             found.num_transitions += 1
             if found.num_transitions % _COLLECT_EVERY == 0:
                 gc.collect()
@@ -211,20 +205,19 @@ def _explore(
                     found.path = _path(came_from, there)
                     break
                 queue.append((there, pickle.dumps(world, 5)))
-                if tell is not None and there % 20_000 == 0:
-                    tell(there, len(queue))
             if there != here:
                 num_moves += 1
-                if action[0] in _PLAIN and not (action[0] == "go" and action[3]):
+                if is_plain:
                     led_here[there].append(here)
         if not found.failure and pickle.loads(data).is_drained:
             drained.append(here)
         elif not found.failure and not num_moves:
             found.failure, found.path = "nothing can happen any more", _path(came_from, here)
-        if len(known) > states_max:
-            found.failure = f"more than {states_max} states: make the setting smaller"
+        found.is_cut = len(known) > states_max
+        if found.is_cut:
+            break
     found.num_states, found.num_drained, found.depth = len(known), len(drained), max(depths)
-    if not found.failure:
+    if not found.failure and not found.is_cut:
         stuck = _stuck(led_here, drained)
         if stuck is not None:
             found.failure = "from here nothing leads to where all has drained"
@@ -233,8 +226,11 @@ def _explore(
     return found
 
 
-def _successors(data: bytes, setting: Setting) -> Iterator[tuple[Action, World, bytes]]:
-    """What each action makes of the world in ``data``; the search clones it by pickling."""
+def _successors(data: bytes, setting: Setting) -> Iterator[tuple[Action, World, bytes, bool]]:
+    """What each action makes of the world in ``data``, which is cloned by pickling.
+
+    Last comes whether it goes on like this when there are no faults and nobody changes his mind.
+    """
     world: World = pickle.loads(data)
     before = digest(world)
     can_move, waits = False, any(not m.is_over and not m.is_idle for m in world.alive)
@@ -251,12 +247,13 @@ def _successors(data: bytes, setting: Setting) -> Iterator[tuple[Action, World, 
                 dying: World = pickle.loads(data)
                 cut = ("dies in", *action[1:4], visible)
                 _apply(dying, cut)
-                yield cut, dying, digest(dying)
-        yield action, clone, key
+                yield cut, dying, digest(dying), False
+        is_plain = action[0] in _PLAIN and clone.withdraws == world.withdraws
+        yield action, clone, key, is_plain
     if waits and not can_move:
         clone = pickle.loads(data)
         _apply(clone, ("pass",))
-        yield ("pass",), clone, digest(clone)
+        yield ("pass",), clone, digest(clone), True
 
 
 def _stuck(led_here: list[list[int]], drained: list[int]) -> int | None:
@@ -287,3 +284,67 @@ def replay(setting: Setting, path: list[Action]) -> World:
     for action in path:
         _apply(world, action)
     return world
+
+
+# -- the settings, and the command -----------------------------------------------------------------
+
+
+def _settings(ranks: int, lags: tuple[int, ...], **how: Any) -> list[Setting]:
+    return [Setting(ranks=ranks, lag=lag, **how) for lag in lags]
+
+
+#: Seconds: what runs with every change.
+SMALL: Final = (
+    *_settings(2, (0,), relation="apart"),
+    *_settings(2, (1,), relation="line", refusals=False),
+    *_settings(2, (0,), relation="child", refusals=False, withdraws=1),
+    *_settings(2, (0,), relation="child", refusals=False, failures=1),
+    *_settings(2, (0,), relation="line", refusals=False, faults=("crash",)),
+)
+
+#: Minutes to hours: everything that is promised to have been searched.
+LARGE: Final = (
+    *(
+        setting
+        for relation in ("apart", "child", "line")
+        for setting in (
+            *_settings(2, (0, 1, 2), relation=relation),
+            *_settings(2, (0, 1), relation=relation, withdraws=1),
+            *_settings(2, (0, 1), relation=relation, failures=1),
+            *_settings(2, (0, 1), relation=relation, refusals=False, ticks=1),
+            *_settings(2, (0, 1, 2), relation=relation, refusals=False, faults=("crash",)),
+            *_settings(2, (0, 1, 2), relation=relation, refusals=False, faults=("skip", "repeat")),
+            *_settings(3, (0,), relation=relation, refusals=False),
+        )
+    ),
+    *_settings(2, (0, 1, 2), relation="line", refusals=False, ticks=3),
+    *_settings(2, (0, 1), relation="line", refusals=False, ticks=1, faults=("crash",)),
+    *_settings(2, (0, 1, 2), refusals=False, faults=("stray",), policy="reset"),
+    *_settings(3, (0,), relation="line", refusals=False, faults=("crash",)),
+    *_settings(3, (0,), relation="line", refusals=False, faults=("skip",)),
+)
+
+
+def search(*, small: bool, states_max: int = STATES_MAX) -> int:
+    """Search all settings and print what came of each; 1 where a promise does not hold."""
+    console = Console(highlight=False, soft_wrap=True)
+    num_states = num_transitions = num_failed = num_cut = 0
+    for setting in SMALL if small else LARGE:
+        found = explore(setting, states_max=states_max)
+        num_states += found.num_states
+        num_transitions += found.num_transitions
+        num_failed += bool(found.failure)
+        num_cut += found.is_cut
+        how = "[yellow]cut short[/yellow]" if found.is_cut else "complete"
+        console.print(
+            f"{setting.name}: {found.num_states:,} states, {found.num_transitions:,} transitions,"
+            f" depth {found.depth}, {found.spent_s:.1f} s, {how}"
+        )
+        if found.failure:
+            console.print(f"  [red]FAILS[/red]  {found.failure}")
+            for action in found.path:
+                console.print(f"    {' '.join(map(str, action))}", markup=False)
+    verdict = f"[red]{num_failed} fail[/red]" if num_failed else "all promises hold"
+    cut = f", {num_cut} of the settings cut short" if num_cut else ""
+    console.print(f"{verdict}: {num_states:,} states, {num_transitions:,} transitions{cut}")
+    return int(bool(num_failed))

@@ -11,6 +11,7 @@ from harness.search_world import LIMITS, POOLS, TICK_S, WISHES, Member, World
 __all__ = ["broken"]
 
 _PUBLISHED = (State.COMMITTED, State.DONE)
+_NOT_HELD = (State.RESERVED, State.REFUSED, State.VOTED_NO, State.PROPOSED)
 #: Two deadlines (a straggler that settles late grants a second one), a grace after a deadline.
 _STEP_S = 3 * LIMITS.deadline_s + LIMITS.grace_s + 2 * TICK_S
 
@@ -111,20 +112,25 @@ def _agreement(world: World) -> Iterator[str]:
 
 def _atomicity(world: World) -> Iterator[str]:
     """What one rank has committed is held on every rank; what is decided is so everywhere."""
+    members = [member for member in world.alive if not _is_between(member)]
     for wish in WISHES:
-        alive = [member for member in world.alive if wish.key in member.intents]
-        states = {member.intents[wish.key].state for member in alive}
+        found = [
+            (member, member.intents[wish.key])
+            for member in members
+            if wish.key in member.intents
+            and member.intents[wish.key].epoch == member.manager.epoch
+        ]
+        states = {intent.state for _, intent in found}
         if State.ABORTED in states and states & set(_PUBLISHED):
             yield f"{wish.key} is {sorted(state.value for state in states)}"
         if State.COMMITTED not in states:
             continue
-        for member in alive:
-            has = member.held.get(wish.key) or member.tree.get(wish.key)
-            state = member.intents[wish.key].state
-            if has != wish.need and state in (State.VOTED, *_PUBLISHED):
-                yield f"{wish.key} is committed, but rank {member.rank} holds {has} ({state})"
-            if state in (State.RESERVED, State.REFUSED, State.VOTED_NO, State.PROPOSED):
-                yield f"{wish.key} is committed, but {state.value} on rank {member.rank}"
+        for member, intent in found:
+            has = member.held.get(wish.key)
+            if intent.state in (State.VOTED, State.COMMITTED) and has != wish.need:
+                yield f"{wish.key} is committed, but rank {member.rank} holds {has}"
+            if intent.state in _NOT_HELD:
+                yield f"{wish.key} is committed, but {intent.state.value} on rank {member.rank}"
 
 
 def _outcome(world: World) -> Iterator[str]:

@@ -164,7 +164,7 @@ class SoakEngine(Engine):
                 self.num_left_loading += int(is_loading)
                 self.cache.abort(lane.name)
                 lane.phase, lane.request = Phase.FREE, None
-        self._before(self._iteration)
+        self._before(self.iteration)
 
     def _leave(self, result: StepResult) -> None:
         for lane in self._lanes:

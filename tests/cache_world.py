@@ -6,16 +6,20 @@ on all ranks in the same order and must give the same answer on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from cache.config import CacheConfig
-from cache.content import fill_pages, page_hashes
+from cache.content import expected_page, fill_pages, page_hashes
+from cache.events import CacheEvent
 from cache.hierarchical_cache import HierarchicalCache, InsertResult, Match, StepResult, schema_of
 from cache.mover import PlanPart
 from cache.node import Node, Tier, Tokens
+from cache.storage import DeferredWorkers
+from cache.storage.memory import MemoryBackend
 from cache.tensors import KVShape, KVTensors
 from cache.ticket import Ticket, TicketState
 from cache.transfer import DeferredMover
@@ -40,7 +44,11 @@ def prompt(text: str) -> Tokens:
 
 
 class World:
-    """``ranks`` ranks over one simulated network; ``config`` goes into each one's CacheConfig."""
+    """``ranks`` ranks over one simulated network; ``config`` goes into each one's CacheConfig.
+
+    ``storage``: each rank has a memory backend. ``side`` gives the device and host pages of each
+    of ``config["side_pools"]``.
+    """
 
     def __init__(
         self,
@@ -48,13 +56,21 @@ class World:
         *,
         device_pages: int | Sequence[int] = 16,
         host_pages: int | Sequence[int] = 16,
+        storage: bool = False,
+        side: Mapping[str, tuple[int, int]] | None = None,
         **config: Any,
     ) -> None:
         device = [device_pages] * ranks if isinstance(device_pages, int) else list(device_pages)
         host = [host_pages] * ranks if isinstance(host_pages, int) else list(host_pages)
         config.setdefault("kv_shape", KVShape(layers=2, heads=1, dim=2))
         configs = [
-            CacheConfig(page_size=PAGE_SIZE, device_pages=d, host_pages=h, **config)
+            CacheConfig(
+                page_size=PAGE_SIZE,
+                device_pages=d,
+                host_pages=h,
+                side_pages=dict(side or {}),
+                **config,
+            )
             for d, h in zip(device, host, strict=True)
         ]
         self.clock = SimClock()
@@ -65,6 +81,9 @@ class World:
         self.snapshots: list[list[Snapshot]] = []
         store = MemoryStore()
         usable = {"device": min(device), "host": min(host)}
+        usable |= {f"{name}.device": pages[0] for name, pages in (side or {}).items()}
+        usable |= {f"{name}.host": pages[1] for name, pages in (side or {}).items()}
+        self.backends = [MemoryBackend(1 << 20) for _ in range(ranks)]
         self.ranks = [
             Rank(
                 config,
@@ -79,9 +98,17 @@ class World:
                 locator=self.net,
                 journal=Journal(rank),
                 beacon=SimBeacon(self.net, rank),
+                regroup=partial(SimGroup, self.net, rank),
                 plan_part=board.plan_part,
+                workers=DeferredWorkers(backend, plan_page=board.plan_page) if storage else None,
+                backend=backend if storage else None,
+                side_pools={
+                    name: _side_pools(name, *pages, board) for name, pages in (side or {}).items()
+                },
             )
-            for rank, (config, board) in enumerate(zip(configs, self.boards, strict=True))
+            for rank, (config, board, backend) in enumerate(
+                zip(configs, self.boards, self.backends, strict=True)
+            )
         ]
         self.caches = [rank.cache for rank in self.ranks]
 
@@ -234,6 +261,32 @@ class World:
         """``finish_request`` everywhere, without inserting."""
         self.each(lambda cache: cache.finish_request(request))
 
+    def fetch(self, text: str, request: str = "fetch") -> list[Ticket]:
+        """``prefetch`` everywhere."""
+        return self.each(lambda cache: cache.prefetch(request, prompt(text)))
+
+    def hear(self) -> list[CacheEvent]:
+        """The events since the last call, the same on all ranks."""
+        return self.same(lambda cache: cache.events())
+
+    def in_storage(self, text: str) -> list[int]:
+        """Per rank, how many leading pages of the prompt its backend has with the right bytes."""
+        hashes = page_hashes(prompt(text), PAGE_SIZE)
+        found: list[int] = []
+        for rank in self.ranks:
+            assert rank.keys is not None
+            assert rank.backend is not None
+            shape = rank.cache.config.kv_shape
+            pages = rank.backend.get(rank.keys.of(prompt(text)))
+            right = [
+                page is not None
+                and bytes(page) == expected_page(shape, PAGE_SIZE, one, rank.cache.rank)
+                for page, one in zip(pages, hashes, strict=True)
+            ]
+            assert right == [page is not None for page in pages], "storage has wrong bytes"
+            found.append(right.index(False) if False in right else len(right))
+        return found
+
     def evict(self, tier: Tier, num_pages: int) -> int:
         """``evict`` everywhere; how many pages went."""
         return self.same(lambda cache: cache.evict(tier, num_pages))
@@ -292,7 +345,7 @@ class World:
         """Disarm everything; what hangs ends at the next step."""
         for rank, board in zip(self.ranks, self.boards, strict=True):
             board.heal()
-            rank.mover.heal()
+            rank.heal()
 
     def is_empty(self) -> None:
         """Nothing is pinned, and each page is in the tree or free: the counters' baseline."""
@@ -315,6 +368,13 @@ def outcome(tickets: Sequence[Ticket]) -> tuple[TicketState, int]:
 
 def no_note(tag: str, *values: object) -> None:
     """For a tree without a journal."""
+
+
+def _side_pools(name: str, device: int, host: int, board: FaultBoard) -> dict[Tier, FaultyPool]:
+    return {
+        Tier.DEVICE: FaultyPool(f"{name}.device", device, board),
+        Tier.HOST: FaultyPool(f"{name}.host", host, board),
+    }
 
 
 def _deferred(device: KVTensors, host: KVTensors, plan: PlanPart | None) -> DeferredMover:

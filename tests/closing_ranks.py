@@ -38,8 +38,8 @@ class Nothing:
     def live(self) -> dict[str, int]:
         return {}
 
-    def kept(self) -> int:
-        return 0
+    def kept(self) -> list[int]:
+        return []
 
     def drop(self, seal: Seal) -> None:
         raise AssertionError("the policy is to raise")

@@ -172,7 +172,7 @@ def test_the_network_of_the_whole_machine_is_left_alone() -> None:
 
 def test_what_was_planned_and_never_happened_is_missing() -> None:
     refuse = FaultLine(site="host.reserve", action="refuse", ranks=(0,), every_steps=10)
-    hang = FaultLine(site="write", action="hang", every_steps=1000)
+    hang = FaultLine(site="write", action="hang", every_steps=600)
     plan = Plan(fault=(refuse, hang), cover=("split while copying",))
     covered = {"abort after partial reserve": 3, "split while copying": 1}
     assert missing(plan, 2, 500, False, covered, {"host.reserve refuse": 9}) == []

@@ -156,7 +156,7 @@ def test_a_stopped_rank_is_named_and_raises_the_same_when_it_is_back(
 
 
 def test_a_stopped_store_host_is_named_and_nobody_hangs(ranks: Ranks) -> None:
-    """Steps need no store; once a rank dies there is nobody to ask, and the error says which host."""
+    """Steps need no store; when a rank dies nobody can be asked: the error says which host."""
     told = ranks.run(
         [["store", "SIGSTOP", 0.1], [2, "SIGKILL", 0.3]],
         own_store=True,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from consensus import errors
+from consensus.ballot import HEADER_FIELDS
 from consensus.errors import (
     BadInput,
     Divergence,
@@ -73,7 +74,10 @@ def test_text_says_what_where_and_what_to_do(kind: type[KvpactError]) -> None:
     lines = str(make(kind)).splitlines()
     assert lines[0] == "it went wrong (epoch 3, step 41)"
     assert lines[1:3] == ["    first", "    then"]
-    assert lines[3:] == ([f"  what to do: {kind.advice}"] if kind.advice else [])
+    advice = make(kind).advice
+    assert lines[3:] == ([f"  what to do: {advice}"] if advice else [])
+    own_bug_or_peers = not issubclass(kind, Misuse) and kind is not KvpactError
+    assert bool(advice) == own_bug_or_peers, "a misuse says in its message what to do"
 
 
 def test_text_of_an_error_from_nowhere_is_its_message() -> None:
@@ -91,3 +95,17 @@ def test_extra_attributes_have_defaults() -> None:
     divergence, stall = Divergence("x"), RankStalled("x")
     assert (divergence.field, divergence.ours, divergence.theirs) == ("", 0, 0)
     assert (stall.phase, stall.waited_s, stall.dead) == ("", 0.0, False)
+
+
+@pytest.mark.parametrize("field", HEADER_FIELDS)
+def test_a_divergence_says_where_to_look_for_each_field(field: str) -> None:
+    advice = {name: Divergence("x", field=name).advice for name in HEADER_FIELDS}
+    assert len(set(advice.values())) == len(HEADER_FIELDS)
+    assert advice[field]
+    assert "majority" not in advice[field]
+    assert "majority" in Divergence("x", field=field, ranks=(0, 1)).advice
+
+
+def test_a_dead_rank_is_looked_for_elsewhere_than_a_stuck_one() -> None:
+    assert "paused(reason)" in RankStalled("x").advice
+    assert "has ended" in RankStalled("x", dead=True).advice

@@ -124,7 +124,7 @@ def test_a_report_without_an_incident_says_so(
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    "content, says",
     [
         (None, "no such file; expected a report of kvpact in JSON"),
         ("{", "is not JSON"),

@@ -126,7 +126,11 @@ def test_the_bound_is_a_limit_of_the_stepper() -> None:
         carrier=Baggage(),
         waits=lambda: {"a ticket": "nobody"},
     )
-    with pytest.raises(ProgressLost, match="a ticket has waited"):
+
+    def run() -> None:
         for iteration in range(20):
             stepper.run(iteration)
             world.net.now_s += 0.1
+
+    with pytest.raises(ProgressLost, match="a ticket has waited"):
+        run()

@@ -21,6 +21,10 @@ def sentinels(world: World) -> list[Sentinel]:
     ]
 
 
+def keys_of(world: World) -> list[str]:
+    return world.store.keys()
+
+
 def looked(watching: list[Sentinel], times: int = 3) -> list[SealedError | None]:
     for _ in range(times):
         for one in watching:
@@ -29,7 +33,7 @@ def looked(watching: list[Sentinel], times: int = 3) -> list[SealedError | None]
 
 
 def differing(lag: int = 2) -> World:
-    """Rank 1 made a call alone; the ballots that show it are posted, and nobody has settled them."""
+    """Rank 1 made a call alone; ballots that show it are posted, and nobody has settled them."""
     world = World(lag=lag)
     world.settle_in(4)
     world.ranks[1].manager.note("evict", "host", 17)
@@ -56,7 +60,7 @@ def test_it_never_acts(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is sealed or asked for; the schedulers find the error themselves, the same."""
     world = differing()
     alarms = looked(sentinels(world))
-    assert not [key for key in world.store.keys() if "seal" in key or "closing" in key]
+    assert not [key for key in keys_of(world) if "seal" in key or "closing" in key]
     error = world.until_all_raise()
     assert alarms[0] is not None
     assert error.message == alarms[0].build().message
@@ -102,7 +106,7 @@ def test_ranks_that_agree_are_no_news() -> None:
         world.open()
         assert not any(world.step().values())
         assert looked(watching, 1) == [None] * 3
-    assert not [key for key in world.store.keys() if "alarm" in key]
+    assert not [key for key in keys_of(world) if "alarm" in key]
 
 
 def test_a_silent_store_is_tried_again() -> None:

@@ -116,8 +116,8 @@ class Baggage:
     def live(self) -> dict[str, int]:
         return {}
 
-    def kept(self) -> int:
-        return 0
+    def kept(self) -> list[int]:
+        return []
 
     def drop(self, seal: Seal) -> None:
         raise AssertionError("the policy is to raise")
@@ -378,7 +378,7 @@ def test_a_straggler_after_the_deadline_is_named_on_all_ranks(lag: int, late_s: 
     assert (error.ranks, error.step) == ((1,), 5)
     assert only(rank.manager.settled_step for rank in world.ranks) == 4
     expected = "did not come" if late_s > DEADLINE_S + GRACE_S else "came too late"
-    assert error.message == f"rank 1 {expected}: nobody can wait any longer for step 5"
+    assert error.message == f"rank 1 {expected}: step 5 cannot be settled"
 
 
 @LAGS

@@ -1,0 +1,101 @@
+"""Small worlds exhaustively; and that the search finds what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from consensus import manager as managers
+from consensus.epoch import Closer
+from consensus.participant import Intent
+from consensus.step import Stepper
+from harness.search import SMALL, explore, replay
+from harness.search_digest import digest
+from harness.search_world import Setting, World
+
+
+@pytest.mark.parametrize("setting", SMALL, ids=lambda setting: setting.name)
+def test_all_promises_hold_in_every_state(
+    setting: Setting, record_property: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = explore(setting)
+    with capsys.disabled():
+        print(f"\n{setting.name}: {found.num_states:,} states", end=" ")
+    record_property("states", found.num_states)
+    assert not found.failure, (found.failure, found.path)
+    assert not found.is_cut
+    assert found.num_drained >= 1
+
+
+def test_the_same_search_twice_gives_the_same() -> None:
+    setting = Setting(relation="line", refusals=False)
+    first, second = explore(setting), explore(setting)
+    assert (first.num_states, first.num_transitions) == (second.num_states, second.num_transitions)
+    assert first.num_states > 50
+
+
+def test_idle_steps_lead_back_to_where_they_began() -> None:
+    path = [("go", 0, "", ""), ("go", 1, "", ""), ("go", 0, "", "")]
+    world = replay(Setting(), path)
+    later = replay(Setting(), path * 4)
+    assert later.members[0].manager.step == 4 * world.members[0].manager.step
+    assert digest(world) == digest(later)
+    assert digest(world) != digest(World(Setting()))
+
+
+def test_a_search_can_be_cut_short() -> None:
+    assert explore(Setting(), states_max=20).is_cut
+
+
+# -- what is wrong is found ------------------------------------------------------------------------
+
+
+def test_publishing_what_was_refused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def always(intent: Intent, votes: int) -> str:
+        return ""
+
+    monkeypatch.setattr(managers, "_why_not", always)
+    assert "cannot commit" in explore(Setting()).failure
+
+
+def test_a_crash_that_leaves_two_outcomes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settles_nothing(self: Stepper, seal: object) -> None:
+        return
+
+    monkeypatch.setattr(Stepper, "_settle_through", settles_nothing)
+    found = explore(Setting(ranks=3, relation="line", refusals=False, faults=("crash",)))
+    assert "settled" in found.failure, found.failure
+
+
+def test_an_ending_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = managers.TransactionManager.mark_ended
+
+    def forgets(
+        self: managers.TransactionManager, intent: Intent, result: int | None = None
+    ) -> None:
+        if intent.posted_step < 0 or self.rank == 0:
+            real(self, intent, result)
+        else:
+            intent.local_result = 1  # and never says that it has ended
+
+    monkeypatch.setattr(managers.TransactionManager, "mark_ended", forgets)
+    found = explore(Setting(relation="line", refusals=False))
+    assert found.failure == "from here nothing leads to where all has drained"
+
+
+def test_a_seal_that_the_first_writer_does_not_win_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Closer.poll
+
+    def own_seal(self: Closer, now_s: float) -> Any:
+        seal = real(self, now_s)
+        if seal is not None and self.rank == 1:
+            return type(seal)(seal.error, max(0, seal.through - 1), seal.verdicts, "raise", ())
+        return seal
+
+    monkeypatch.setattr(Closer, "poll", own_seal)
+    found = explore(Setting(ranks=2, relation="line", refusals=False, faults=("skip",)))
+    found = found if found.failure else explore(Setting(refusals=False, lag=1, faults=("skip",)))
+    assert found.failure

@@ -1,0 +1,85 @@
+"""No wait without a bound: every place in ``consensus`` that waits is listed, with who stalls it.
+
+A wait that is added without a line here fails; so does a line whose test is gone.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: Calls that can wait. What is taken from a store has its own bound (consensus/store.py).
+WAITING = {"wait", "wait_for", "sleep", "select", "acquire", "synchronize"}
+
+#: file: {function: (what bounds it, the test that stalls it)}
+WAITS: dict[str, dict[str, tuple[str, str]]] = {
+    "collective.py": {},
+    "group.py": {
+        "_meet": ("form_timeout_s", "test_group.py::test_a_rank_that_does_not_come_to_a_new_group"),
+        "done": ("it has ended", "test_group.py::test_stopped_and_killed_ranks"),
+        "wait": ("timeout_s", "test_group.py::test_a_late_rank_costs_a_bounded_wait"),
+        "min": ("orders a stream only", "test_group.py::test_nccl_without_cuda_says_so"),
+    },
+    "janitor.py": {
+        "_run": ("a daemon thread", "test_janitor.py::test_one_group_that_waits_does_not_hold_up"),
+        "bounded": ("timeout_s", "test_janitor.py::test_a_call_that_hangs_is_abandoned"),
+        "close": ("EXIT_WAIT_S", "test_group.py::test_the_end_of_a_process_waits_for_no_peer"),
+        "drain": ("timeout_s", "test_janitor.py::test_a_group_is_released_when_its_collectives"),
+    },
+    "membership.py": {
+        "introduce": ("start_timeout_s", "test_launch.py::test_a_rank_that_does_not_introduce"),
+        "leave": ("wait_s", "test_closing_real.py::test_a_straggler_before_the_deadline"),
+    },
+    "sentinel.py": {
+        "_run": ("a daemon thread", "test_sentinel.py::test_a_silent_store_is_tried_again"),
+        "stop": ("timeout_s", "test_sentinel.py::test_a_silent_store_is_tried_again"),
+    },
+    "step.py": {
+        "pause": ("slice_s", "test_step.py::test_a_wait_ends_within_its_bound_and_not_before"),
+    },
+    "store.py": {
+        "_call": ("call_timeout_s", "test_closing_real.py::test_a_stopped_store_host_is_named"),
+        "_line": ("call_timeout_s", "test_store.py::test_"),
+        "_run": ("a daemon thread", "test_store.py::test_"),
+    },
+    "watch.py": {
+        "_run": ("a daemon thread", "test_watch.py::test_"),
+        "judge": ("within_s", "test_watch.py::test_"),
+        "stacks": ("timeout_s", "test_watch.py::test_"),
+        "stop": ("timeout_s", "test_watch.py::test_"),
+    },
+}
+
+
+def waits_in(path: Path) -> set[str]:
+    """The functions of a file that call something that waits."""
+    found: set[str] = set()
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in ast.walk(function):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                name, of = call.func.attr, ast.unparse(call.func.value)
+                is_thread = name == "join" and "thread" in of
+                is_queue = name == "get" and not call.args and not call.keywords
+                is_sleep = name == "_sleep"
+                if name in WAITING or is_thread or is_queue or is_sleep:
+                    found.add(function.name)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "consensus").glob("*.py")), ids=lambda p: p.name)
+def test_every_wait_is_listed(path: Path) -> None:
+    assert waits_in(path) == set(WAITS.get(path.name, {})), "say what bounds it, and stall it"
+
+
+@pytest.mark.parametrize(
+    "test", sorted({test for waits in WAITS.values() for _, test in waits.values()})
+)
+def test_the_test_that_stalls_it_is_there(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert f"def {name}" in (ROOT / "tests" / file).read_text()
