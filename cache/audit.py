@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from cache.buffer_flush import BufferFlush
-from cache.node import Tier
+from cache.node import STORAGE, Node, Tier
 from cache.parts import Parts
 from consensus.errors import InternalError
 
@@ -16,17 +16,20 @@ def audit(parts: Parts) -> None:
     """Raise :class:`InternalError` unless pages, pins, slots and ledger all add up."""
     parts.tree.check_integrity()
     parts.manager.check_integrity()
+    nodes = list(parts.tree.nodes())
     for tier in Tier:
-        _check_pages(parts, tier)
-        _check_ledger(parts, tier)
+        in_tree = _in_tree(nodes, tier)
+        _check_pages(parts, tier, in_tree)
+        _check_ledger(parts, tier, len(in_tree))
+    _require_charged(parts, STORAGE, 0)
     if parts.tiers.side:
-        _check_side_pools(parts)
+        _check_side_pools(parts, nodes)
 
 
-def _check_pages(parts: Parts, tier: Tier) -> None:
+def _check_pages(parts: Parts, tier: Tier, in_tree: list[int]) -> None:
     pool = parts.tiers.pools[tier]
     pool.check_integrity()
-    owned = _in_tree(parts, tier)
+    owned = list(in_tree)
     if tier is Tier.DEVICE:
         owned += parts.insertion.held_pages() + parts.load_back.held_pages()
         owned += parts.engine_pages.held_pages() + parts.orphans.pages
@@ -47,16 +50,20 @@ def _check_pages(parts: Parts, tier: Tier) -> None:
         )
 
 
-def _check_ledger(parts: Parts, tier: Tier) -> None:
-    name = tier.value
-    ledger = parts.manager.ledger
-    expected = len(_in_tree(parts, tier)) + ledger.cooling(name)
-    expected += sum(intent.need.get(name, 0) for intent in parts.manager.open_intents)
+def _check_ledger(parts: Parts, tier: Tier, num_pages: int) -> None:
     if tier is Tier.HOST and isinstance(parts.backup, BufferFlush):
-        expected += len(parts.backup.written_pages())
+        num_pages += len(parts.backup.written_pages())
     if tier is Tier.DEVICE:
-        expected += parts.engine_pages.headroom
-        expected += sum(len(request.private) for request in parts.requests)
+        num_pages += parts.engine_pages.headroom
+        num_pages += sum(len(request.private) for request in parts.requests)
+    _require_charged(parts, tier.value, num_pages)
+
+
+def _require_charged(parts: Parts, name: str, num_pages: int) -> None:
+    """Of pool ``name`` is charged what has ``num_pages``, open intents, and what is cooling."""
+    ledger = parts.manager.ledger
+    expected = num_pages + ledger.cooling(name)
+    expected += sum(intent.need.get(name, 0) for intent in parts.manager.open_intents)
     if ledger.charged(name) != expected:
         raise InternalError(
             f"{name}: the ledger has {ledger.charged(name)} pages charged, {expected} are used",
@@ -64,9 +71,8 @@ def _check_ledger(parts: Parts, tier: Tier) -> None:
         )
 
 
-def _check_side_pools(parts: Parts) -> None:
-    side, manager = parts.tiers.side, parts.manager
-    nodes = list(parts.tree.nodes())
+def _check_side_pools(parts: Parts, nodes: list[Node]) -> None:
+    side = parts.tiers.side
     carriages = [*parts.insertion.held(), *parts.load_back.held(), *parts.backup.held()]
     owned, kept = side.owned(nodes, carriages), side.owned(nodes, [])
     for one in side:
@@ -83,20 +89,10 @@ def _check_side_pools(parts: Parts) -> None:
                     f" not {pool.num_pages} pages with one owner each",
                     rank=parts.rank,
                 )
-            expected = len(kept[name]) + manager.ledger.cooling(name)
-            expected += sum(intent.need.get(name, 0) for intent in manager.open_intents)
-            if manager.ledger.charged(name) != expected:
-                raise InternalError(
-                    f"{name}: {manager.ledger.charged(name)} pages charged, {expected} are used",
-                    rank=parts.rank,
-                )
+            _require_charged(parts, name, len(kept[name]))
 
 
-def _in_tree(parts: Parts, tier: Tier) -> list[int]:
+def _in_tree(nodes: list[Node], tier: Tier) -> list[int]:
     """Pages that nodes own themselves; those of an open intent are counted with it."""
-    return [
-        page
-        for node in parts.tree.nodes()
-        if node.at(tier).carriage is None
-        for page in node.at(tier).pages
-    ]
+    there = (node.at(tier) for node in nodes)
+    return [page for presence in there if presence.carriage is None for page in presence.pages]

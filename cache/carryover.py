@@ -167,7 +167,7 @@ class Carryover:
                     self._place(node, own)
                     pages += node.device.pages
                     side += [(name, one) for entry in own for name, one in entry.side.items()]
-        for request in going_on:
+        for request in sorted(going_on, key=lambda one: one.name):
             pages += request.private
             if request.name in paths:
                 path = parts.tree.match(paths[request.name], spaces[request.name])
@@ -202,7 +202,13 @@ class Carryover:
             if num_pages:
                 found.append((node.namespace, tokens[: num_pages * size]))
         found.sort(key=lambda one: (one[0], one[1].tobytes()))
-        return found
+        # What another one begins with comes just before it. Ranks have it cut into other nodes, and
+        # each insert counts as a use: so each page is inserted once.
+        return [
+            one
+            for one, after in zip(found, [*found[1:], None], strict=True)
+            if after is None or after[0] != one[0] or not _begins(after[1], one[1])
+        ]
 
     def restart(self, epoch: int, usable: dict[str, int]) -> None:
         """Begin ``epoch`` with ``usable`` pages; what was kept is charged again."""
@@ -213,3 +219,7 @@ class Carryover:
         parts.manager.ledger.charge(Tier.DEVICE.value, pages)
         for name, owned in parts.tiers.side.owned(list(parts.tree.nodes()), []).items():
             parts.manager.ledger.charge(name, len(owned))
+
+
+def _begins(tokens: Tokens, start: Tokens) -> bool:
+    return tokens[: len(start)].tobytes() == start.tobytes()

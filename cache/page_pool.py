@@ -98,8 +98,8 @@ class PagePool:
             raise InternalError(f"pool {self.name!r}: page {twice} is freed twice in one call")
         state, holds, free = self._state, self._holds, self._free
         if self.fact is not None:
-            self.fact("put back", self.name, *(page for page in pages if not holds[page]))
-            self.fact("limbo", self.name, *(page for page in pages if holds[page]))
+            self._note("put back", [page for page in pages if not holds[page]])
+            self._note("limbo", [page for page in pages if holds[page]])
         # Backwards, so that freeing what was just reserved restores the stack exactly.
         for page in reversed(pages):
             if holds[page]:
@@ -135,9 +135,9 @@ class PagePool:
                     f"pool {self.name!r}: page {page} is released but no copy holds it"
                 )
             holds[page] -= 1
-        back = [page for page in pages if state[page] == _LIMBO and not holds[page]]
-        if self.fact is not None and back:
-            self.fact("out of limbo", self.name, *dict.fromkeys(back))
+        if self.fact is not None:
+            back = [page for page in pages if state[page] == _LIMBO and not holds[page]]
+            self._note("out of limbo", list(dict.fromkeys(back)))
         for page in reversed(pages):
             if state[page] == _LIMBO and not holds[page]:
                 state[page] = _FREE
@@ -158,10 +158,8 @@ class PagePool:
         self._num_limbo = state.count(_LIMBO)
         if self.fact is not None:
             self.fact("pool reset", self.name)
-            kept = [page for page, one in enumerate(state) if one == _OUT]
-            self.fact("take", self.name, *kept)
-            held = [page for page, one in enumerate(state) if one == _LIMBO]
-            self.fact("limbo", self.name, *held)
+            self._note("take", [page for page, one in enumerate(state) if one == _OUT])
+            self._note("limbo", [page for page, one in enumerate(state) if one == _LIMBO])
 
     def check_integrity(self) -> None:
         """Count everything anew; raises `InternalError` naming the first thing that is wrong."""
@@ -197,8 +195,12 @@ class PagePool:
         for page in taken:
             state[page] = _OUT
         if self.fact is not None:
-            self.fact("take", self.name, *taken)
+            self._note("take", taken)
         return taken
+
+    def _note(self, tag: str, pages: list[int]) -> None:
+        if self.fact is not None and pages:
+            self.fact(tag, self.name, *pages)
 
     def _require_known(self, pages: Sequence[int]) -> None:
         # Negative ids would silently index from the end.

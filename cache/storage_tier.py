@@ -59,7 +59,11 @@ class StorageTier:
 
     @property
     def is_busy(self) -> bool:
-        """Something of it is queued or open: agreed."""
+        """Something of it is queued or open, or it is about to be detached: agreed."""
+        return self._has_open or self.state is StorageState.DRAINING
+
+    @property
+    def _has_open(self) -> bool:
         return self.storing.is_busy or self.prefetch.num_open > 0
 
     def backed_up(self, nodes: list[Node]) -> None:
@@ -78,7 +82,7 @@ class StorageTier:
         """Open what can begin; a storage that drains is detached once nothing is open."""
         self.storing.plan()
         self.prefetch.plan()
-        if self.state is StorageState.DRAINING and not self.is_busy:
+        if self.state is StorageState.DRAINING and not self._has_open:
             self.state = StorageState.DETACHED
             self._tiers.manager.note("detached")
         if self.state is StorageState.DETACHED:
@@ -94,13 +98,13 @@ class StorageTier:
 
         Raises :class:`Misuse` where something is open and ``complete`` is False: nothing changed.
         """
-        if self.is_busy and not complete:
+        if self._has_open and not complete:
             raise Misuse(
                 "storage has writes or prefetches open: let them end, or detach with complete=True"
             )
         self._tiers.manager.note("detach")
         if self.state is StorageState.ATTACHED:
-            self.state = StorageState.DRAINING if self.is_busy else StorageState.DETACHED
+            self.state = StorageState.DRAINING if self._has_open else StorageState.DETACHED
 
     def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""

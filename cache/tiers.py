@@ -94,9 +94,13 @@ class Tiers:
         return all(manager.room(name) >= needed for name, needed in side.items())
 
     def is_coming(self, tier: Tier, num_pages: int) -> bool:
-        """Demotions under way, or held up by a lack of slots, will make room (write-back only)."""
+        """Demotions under way, or held up by a lack of slots, make room (write-back only).
+
+        How much is seen when they have ended: then what lies above them may go, too.
+        """
         demoter = self.demoter
-        if demoter is None or tier is not Tier.DEVICE or self.room(tier) < num_pages:
+        is_possible = self.manager.ledger.usable(tier.value) >= num_pages
+        if demoter is None or tier is not Tier.DEVICE or not is_possible:
             return False
         return self._underway(tier.value) > 0 or demoter.is_held_up
 

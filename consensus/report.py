@@ -27,8 +27,8 @@ class Policy(msgspec.Struct, frozen=True):
     """What the caller wants after a divergence; anything else always raises.
 
     ``raise``: every rank raises the sealed error. ``reset``: all ranks drop to an empty cache in a
-    new epoch and go on. ``detach``: likewise, but what all ranks have on the device is kept, and the
-    other tiers stay off. ``observe``: report once, change nothing.
+    new epoch and go on. ``detach``: likewise, but what all ranks have on the device is kept, and
+    the other tiers stay off. ``observe``: report once, change nothing.
 
     At most ``max_resets`` within ``window_s`` (by the clock of the rank that seals), then raise.
     """
@@ -59,7 +59,8 @@ class Report(msgspec.Struct, frozen=True):
     what it did; ``pending`` are its oldest open intents, as lines.
 
     ``held`` are the last verdicts it settled. ``live`` gives the pages of each live request and
-    ``kept`` names what a ``detach`` could keep here (sorted numbers): what a new epoch may carry over.
+    ``kept`` names what a ``detach`` could keep here (sorted numbers): what a new epoch may carry
+    over.
     """
 
     rank: int

@@ -139,6 +139,7 @@ class Succession:
         seal = self.closer.poll(self._group.now())
         if seal is not None:
             self.endings[seal.error.kind] += 1
+            self._manager.journal.fact("sealed", seal.error.kind, seal.through)
             try:
                 self.incident = self.closer.incident(seal)
             except StoreSilent:

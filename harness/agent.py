@@ -301,10 +301,11 @@ class Agent:
         self._engine.recompute(result.must_recompute)
         self._let_go()
         self.cache.check_integrity()
-        self.record.broken += self.rank.wrong_bytes() + broken_promises(self.cache)
+        nodes = list(self.cache.tree.nodes())
+        self.record.broken += self.rank.wrong_bytes(nodes) + broken_promises(self.cache, nodes)
         self.record.broken += self._listener.hear(self.cache.events())
-        self.record.broken += self._listener.differences()
-        self.record.snapshots.append(snapshot(self.cache, events=self._listener.digest))
+        self.record.broken += self._listener.differences(nodes)
+        self.record.snapshots.append(snapshot(self.cache, nodes, events=self._listener.digest))
 
     def _lose_a_node(self) -> None:
         """The tree of this rank alone drops its least recently used unpinned leaf."""

@@ -65,11 +65,17 @@ SITES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "loss": ("seconds", "share", "interface"),
     },
 }
+#: Longer than a copy's timeout, so that it is quarantined; not for ever, or no page would be left.
+CHAOS_HANG_S: Final = 6.0
 _OPTIONAL: Final = ("steps", "seconds", "share", "delay_ms", "interface")
 
 
 class FaultLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of a plan. ``ranks`` empty: every rank. ``steps`` are calls of ``collect``."""
+    """One line of a plan. ``ranks`` empty: every rank. ``steps`` are calls of ``collect``.
+
+    What hangs does so until the faults are healed at the end, or for ``seconds``: its pages are out
+    of use as long, on every rank.
+    """
 
     site: str
     action: str
@@ -138,7 +144,7 @@ def _line(entry: dict[str, Any], place: Place) -> FaultLine:
         place.wrong("action", f"{line.site} cannot {line.action!r}; it can: {', '.join(actions)}")
     for key in _OPTIONAL:
         given, needed = getattr(line, key) is not None, key in actions[line.action]
-        if given != needed:
+        if (line.action, key) != ("hang", "seconds") and given != needed:
             place.wrong(key, f"{'is needed' if needed else 'has no meaning'} for {line.name}")
     if (line.at_step is None) == (line.every_steps is None) and line.action != "skew":
         place.wrong("at_step", "say either at_step or every_steps")
@@ -200,8 +206,8 @@ def chaos_plan(
         FaultLine(site="write", action="corrupt", ranks=some(), every_steps=every(90)),
         FaultLine(site="load", action="fail", ranks=some(), every_steps=every(60)),
         FaultLine(site="load", action="corrupt", ranks=some(), every_steps=every(120)),
-        FaultLine(site="write", action="hang", ranks=some(), every_steps=every(300)),
-        FaultLine(site="load", action="hang", ranks=some(), every_steps=every(400)),
+        _hang("write", some(), every(300)),
+        _hang("load", some(), every(400)),
         FaultLine(
             site="scheduler", action="slow", ranks=some(), every_steps=every(200), seconds=0.05
         ),
@@ -215,14 +221,14 @@ def chaos_plan(
     if has_storage:
         lines += [
             FaultLine(site="storage.put", action="fail", ranks=some(), every_steps=every(60)),
-            FaultLine(site="storage.put", action="hang", ranks=some(), every_steps=every(400)),
+            _hang("storage.put", some(), every(400)),
             FaultLine(
                 site="storage.put", action="delay", ranks=some(), every_steps=every(40), steps=7
             ),
             FaultLine(site="storage.get", action="fail", ranks=some(), every_steps=every(60)),
             FaultLine(site="storage.get", action="corrupt", ranks=some(), every_steps=every(80)),
             FaultLine(site="storage.get", action="miss", ranks=some(), every_steps=every(60)),
-            FaultLine(site="storage.get", action="hang", ranks=some(), every_steps=every(400)),
+            _hang("storage.get", some(), every(400)),
             FaultLine(site="storage.exists", action="miss", ranks=some(), every_steps=every(60)),
         ]
     return Plan(
@@ -230,4 +236,10 @@ def chaos_plan(
         seed=seed,
         device_pages=tuple(count - draw.randint(0, count // 20) for count in device_pages),
         host_pages=tuple(max(1, count - draw.randint(0, count // 8)) for count in host_pages),
+    )
+
+
+def _hang(site: str, ranks: tuple[int, ...], every_steps: int) -> FaultLine:
+    return FaultLine(
+        site=site, action="hang", ranks=ranks, every_steps=every_steps, seconds=CHAOS_HANG_S
     )

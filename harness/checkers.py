@@ -36,15 +36,26 @@ class Snapshot(msgspec.Struct, frozen=True):
     events: int = 0
 
 
+_TIERS = tuple(Tier)
 _AGREED = tuple(name for name in Snapshot.__struct_fields__ if name != "rank")
 
 
-def snapshot(cache: HierarchicalCache, *, walk: bool = True, events: int = 0) -> Snapshot:
-    """The agreed state of one rank; ``walk`` includes a digest of the whole tree."""
+def snapshot(
+    cache: HierarchicalCache,
+    nodes: Iterable[Node] | None = None,
+    *,
+    walk: bool = True,
+    events: int = 0,
+) -> Snapshot:
+    """The agreed state of one rank; ``walk`` includes a digest of the whole tree.
+
+    ``nodes`` are all nodes of the tree, where the caller has them already.
+    """
     manager = cache.manager
     tree = 0
     if walk:
-        tree = xxhash.xxh3_64_intdigest("\n".join(tree_lines(cache)).encode())
+        walked = cache.tree.nodes() if nodes is None else nodes
+        tree = xxhash.xxh3_64_intdigest("\n".join(map(_line, walked)).encode())
     return Snapshot(
         rank=cache.rank,
         epoch=manager.epoch,
@@ -62,21 +73,26 @@ def snapshot(cache: HierarchicalCache, *, walk: bool = True, events: int = 0) ->
 
 def tree_lines(cache: HierarchicalCache) -> list[str]:
     """Every node in a fixed order, as text: structure, recency, residency and pins."""
-    return [
+    return [_line(node) for node in cache.tree.nodes()]
+
+
+def _line(node: Node) -> str:
+    return (
         f"{node.node_id} {node.parent.node_id if node.parent else 0} {node.namespace}"
         f" {node.last_access} {node.num_pages} {xxhash.xxh3_64_hexdigest(node.tokens.tobytes())}"
         f" {node.device.state:d}/{node.device.pins} {node.host.state:d}/{node.host.pins}"
         f" {node.hits} {node.priority} {node.is_queued:d}{node.is_stored:d}{node.is_dropped:d}"
-        f" {_side_counts(node)}"
-        for node in cache.tree.nodes()
-    ]
+        f"{_side_counts(node)}"
+    )
 
 
 def _side_counts(node: Node) -> str:
     """Where it has side pages, by tier and pool, without page ids."""
-    return " ".join(
-        f"{tier.value}.{name}{[position for position, _ in pages]}"
-        for tier in Tier
+    if not node.device.side and not node.host.side:
+        return ""
+    return "".join(
+        f" {tier.value}.{name}{[position for position, _ in pages]}"
+        for tier in _TIERS
         for name, pages in sorted(node.at(tier).side.items())
     )
 
@@ -130,12 +146,13 @@ def wrong_bytes(
         hashes = known[node.node_id] = _hashes_below(cache, node, known)
         if _may_be_void(node):
             continue
-        for tier in Tier:
+        for tier in _TIERS:
             presence = node.at(tier)
             if presence.state is not Residency.RESIDENT:
                 continue
-            for page, page_hash in zip(presence.pages, hashes, strict=True):
-                expect("", tier, node, page, page_hash)
+            pages.setdefault(("", tier), []).extend(presence.pages)
+            wanted.setdefault(("", tier), []).extend(hashes)
+            owners.setdefault(("", tier), []).extend([node] * len(hashes))
             for name in side or ():
                 for position, page in presence.side.get(name, []):
                     expect(name, tier, node, page, hashes[position])

@@ -150,10 +150,14 @@ def fuzz(
     *,
     worlds: Annotated[
         int | None,
-        typer.Option(help="How many worlds. Default: 200, or as many as --minutes allows."),
+        typer.Option(help="How many worlds. Default: 200, or what the other limits allow."),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Draw worlds for so long.", show_default=False)
+    ] = None,
+    rank_steps: Annotated[
+        int | None,
+        typer.Option(help="Draw worlds until they made so many steps, counted per rank."),
     ] = None,
     seed: Seed = 0,
     liveness: Annotated[
@@ -174,6 +178,7 @@ def fuzz(
         fuzzes.FuzzConfig(
             worlds=worlds,
             minutes=minutes,
+            rank_steps=rank_steps,
             seed=seed,
             liveness=liveness,
             jobs=jobs,

@@ -37,10 +37,12 @@ _SHRUNK_MAX: Final = 3  # of them made small
 
 
 class FuzzConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run: the worlds ``seed .. seed + worlds - 1``, or as many as fit into ``minutes``."""
+    """What to run: the worlds ``seed .. seed + worlds - 1``, or as many as fit into ``minutes``,
+    or as many as make ``rank_steps``; whichever comes first."""
 
     worlds: int | None = None
     minutes: float | None = None
+    rank_steps: int | None = None
     seed: int = 0
     liveness: bool = False
     jobs: int = 1
@@ -52,6 +54,8 @@ class FuzzConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise BadInput(f"--worlds: must be at least 1, got {self.worlds}")
         if self.minutes is not None and not 0 < self.minutes <= 24 * 60:
             raise BadInput(f"--minutes: must be above 0 and at most a day, got {self.minutes}")
+        if self.rank_steps is not None and self.rank_steps < 1:
+            raise BadInput(f"--rank-steps: must be at least 1, got {self.rank_steps}")
         if not 0 <= self.seed < 1 << 63:
             raise BadInput(f"--seed: must be in 0..2**63-1, got {self.seed}")
         if not 1 <= self.jobs <= 256:
@@ -162,6 +166,8 @@ def fuzz(config: FuzzConfig) -> int:
             if len(failed) == _FAILURES_MAX:
                 console.print(f"{_FAILURES_MAX} worlds failed: looking no further")
                 break
+        if config.rank_steps is not None and rank_steps >= config.rank_steps:
+            break
     spent_s = time.monotonic() - started
     _print_totals(console, num_worlds, rank_steps, spent_s, digest.hexdigest(), len(failed))
     kinds: set[str] = set()
@@ -200,7 +206,7 @@ def _batches(config: FuzzConfig, started: float) -> Iterator[range]:
     first, end = config.seed, None
     if config.worlds is not None:
         end = config.seed + config.worlds
-    elif config.minutes is None:
+    elif config.minutes is None and config.rank_steps is None:
         end = config.seed + DEFAULT_WORLDS
     while end is None or first < end:
         spent_s = time.monotonic() - started

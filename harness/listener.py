@@ -92,17 +92,17 @@ class Listener:
 
     # -- against what is -------------------------------------------------------------------------
 
-    def differences(self) -> list[str]:
+    def differences(self, nodes: Iterable[Node]) -> list[str]:
         """Where the events have led to another belief than what is published."""
         cache = self._rank.cache
         if cache.manager.epoch != self._epoch:
             self._epoch = cache.manager.epoch
             self._known.clear()
         really: dict[str, set[int]] = {name: set() for name in self._resident}
-        for node in cache.tree.nodes():
-            for tier in Tier:
-                if node.at(tier).is_published:
-                    really[tier.value].update(self._hashes(node))
+        for node in nodes:
+            for name, presence in (("device", node.device), ("host", node.host)):
+                if presence.is_published:
+                    really[name].update(self._hashes(node))
         return [
             f"rank {cache.rank}, after step {cache.manager.step}: by its events {name} has"
             f" {len(self._resident[name])} pages, it has {len(pages)}"

@@ -127,6 +127,11 @@ class Mischief:
         self._is_simulated = is_simulated
         self._children: list[subprocess.Popen[bytes]] = []
         self._undo: list[tuple[float, Callable[[], None]]] = []
+        self._heal_rank: Callable[[], None] = _nothing
+        self._release_at_s: list[float] = []  # at most one: it ends all
+        self._hang_s = {
+            line.name: line.seconds for line in plan.fault if line.action == "hang" and line.seconds
+        }
         self.board = SoakBoard(self._struck)
         self._schedules: list[_Schedule] = []
         for number, line in enumerate(plan.fault):
@@ -138,21 +143,28 @@ class Mischief:
             else:
                 self._schedules.append(_Schedule(line, draw))
 
+    def attach(self, heal_rank: Callable[[], None]) -> None:
+        """``heal_rank`` ends what hangs on this rank: the rank is there now."""
+        self._heal_rank = heal_rank
+
     def before_step(self, step: int, tiers: Tiers | None) -> None:
         """Carry out what is due before ``step`` begins. May sleep, stop or end this process."""
         self._step = step
         self._tidy()
+        if any(at_s <= self._clock_s() for at_s in self._release_at_s):
+            self._release_at_s.clear()
+            self._heal_rank()
         if self._is_over:
             return
         for schedule in self._schedules:
             if schedule.is_due(step):
                 self._carry_out(schedule.line, schedule.draw, tiers)
 
-    def heal(self, heal_rank: Callable[[], None]) -> None:
-        """Faults are over: disarm, end what hangs (``heal_rank``), call off what is planned."""
+    def heal(self) -> None:
+        """Faults are over: disarm, end what hangs, call off what is planned."""
         self._is_over = True
         self.board.heal()
-        heal_rank()
+        self._heal_rank()
         self._tidy(everything=True)
 
     def close(self) -> None:
@@ -166,6 +178,8 @@ class Mischief:
 
     def _struck(self, name: str, skipped: str = "", in_s: float = 0.0) -> None:
         self._tell(FaultEvent(self._rank, self._step, self._clock_s() + in_s, name, skipped))
+        if name in self._hang_s and not self._release_at_s:
+            self._release_at_s.append(self._clock_s() + self._hang_s[name])
 
     def _carry_out(self, line: FaultLine, draw: random.Random, tiers: Tiers | None) -> None:
         match line.site:
@@ -251,6 +265,10 @@ class Mischief:
                 undo()
         if self._children:
             self._children = [child for child in self._children if child.poll() is None]
+
+
+def _nothing() -> None:
+    """Before there is a rank, nothing hangs."""
 
 
 def _lose_a_node(tiers: Tiers) -> bool:

@@ -6,6 +6,8 @@ older than their bound, queues are bounded, and a step makes one collective.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cache.buffer_flush import BufferFlush
 from cache.hierarchical_cache import HierarchicalCache
 from cache.node import STORAGE, Node, Residency, Tier
@@ -16,9 +18,16 @@ from consensus.transaction import State
 __all__ = ["broken_promises", "leftovers"]
 
 
-def broken_promises(cache: HierarchicalCache) -> list[str]:
-    """What does not hold on this rank right after a step, as lines that name rank and step."""
-    found = [line for node in cache.tree.nodes() for line in _node(cache, node)]
+_TIERS = tuple(Tier)
+
+
+def broken_promises(cache: HierarchicalCache, nodes: Iterable[Node] | None = None) -> list[str]:
+    """What does not hold on this rank right after a step, as lines that name rank and step.
+
+    ``nodes`` are all nodes of its tree, where the caller has them already.
+    """
+    walked = cache.tree.nodes() if nodes is None else nodes
+    found = [line for node in walked for line in _node(cache, node)]
     found += [line for intent in cache.manager.open_intents for line in _intent(cache, intent)]
     found += _bounds(cache)
     where = f"rank {cache.rank}, after step {cache.manager.step}"
@@ -48,7 +57,7 @@ def _node(cache: HierarchicalCache, node: Node) -> list[str]:
     is_idle = staged.is_published and not staged.pins and not staged.num_children
     if cache.config.mode == "buffer_only" and is_idle:
         found.append(f"{node!r} is on HOST, which is staging, and no load needs it")
-    for tier in Tier:
+    for tier in _TIERS:
         presence = node.at(tier)
         if presence.state is Residency.ABSENT:
             continue
@@ -68,7 +77,7 @@ def _node(cache: HierarchicalCache, node: Node) -> list[str]:
         is_doomed = intent is not None and _is_doomed(intent)
         if not is_doomed and over < min(presence.state, Residency.COPYING):
             found.append(f"{node!r} is in {tier.value}, but above it {above!r} is not")
-    is_nowhere = all(node.at(tier).state is Residency.ABSENT for tier in Tier)
+    is_nowhere = node.device.state is Residency.ABSENT and node.host.state is Residency.ABSENT
     if is_nowhere and not node.children:
         found.append(f"{node!r} is a leaf in no tier")
     return found

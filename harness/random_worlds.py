@@ -26,6 +26,7 @@ from harness.scenario_model import (
     Headroom,
     Heal,
     Insert,
+    Mode,
     Raises,
     Scenario,
     SidePool,
@@ -48,13 +49,23 @@ _STEP_MS: Final = 10.0
 _DEADLINE_S: Final = 1.0
 _DEPTH_MAX: Final = 30  # evictions, one after the other, until nothing can be left
 _RANKS: Final = ((2, 1), (2, 1), (2, 1), (3, 1), (4, 1), (4, 1), (2, 2), (1, 3), (4, 2), (8, 2))
-_MODES: Final[
-    tuple[Literal["write_through", "write_through_selective", "write_back", "buffer_only"], ...]
-] = (
-    *("write_through",) * 4,
+_MODES: Final[tuple[Mode, ...]] = (
+    "write_through",
+    "write_through",
+    "write_through",
     "write_through_selective",
-    *("write_back",) * 3,
-    *("buffer_only",) * 2,
+    "write_back",
+    "write_back",
+    "buffer_only",
+)
+
+
+_POLICIES: Final[tuple[Literal["raise", "reset", "detach", "observe"], ...]] = (
+    *("raise",) * 4,
+    "reset",
+    "reset",
+    "detach",
+    "observe",
 )
 
 
@@ -114,7 +125,7 @@ def _draw_world(draw: random.Random) -> World:
         host_pages=_unequal(draw, host, tp * pp) if host else (0,) * (tp * pp),
         mode=mode,
         storage="file" if draw.random() < 0.05 else draw.choice(stores),
-        policy=draw.choice(("raise", "raise", "raise", "reset", "reset", "detach")),
+        policy=draw.choice(_POLICIES),
         deadline_s=_DEADLINE_S,
         step_ms=_STEP_MS,
         copy_timeout_s=draw.choice((0.03, 0.1, 0.3, 30.0)),
@@ -195,12 +206,16 @@ def _breaking_tail(draw: random.Random, world: World) -> list[Do]:
     size = world.page_size
     begins: list[Do] = [
         *_ended_requests(),
-        Step(number=0, times=world.lag + 1),
+        Headroom(number=0, pages=0),
+        Step(number=0, times=world.lag + 2),
+        Drain(number=0, max_steps=200),
         Insert(number=0, request="last", tokens=((0, size),)),
         Drain(number=0, max_steps=200),
         Fault(number=0, rank=rank, site="scheduler", action=action),
     ]
     if action == "diverge" and world.policy in ("reset", "detach"):
         return [*begins, Step(number=0, times=world.lag + 2), *_draining_tail(world)]
+    if action == "diverge" and world.policy == "observe":
+        return [*begins, Step(number=0, times=world.lag + 4)]
     raises = Raises(kind=BREAKING_ACTIONS[action], rank=rank)
     return [*begins, Step(number=0, times=world.lag + 2, raises=raises)]

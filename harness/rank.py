@@ -91,13 +91,21 @@ class Rank:
 
     def heal(self) -> None:
         """What a fault withheld ends at the next step."""
-        self.mover.heal()
+        for mover in self.movers:
+            mover.heal()
         if self.workers is not None:
             self.workers.heal()
 
+    @property
+    def movers(self) -> list[Mover]:
+        """Of the KV pages, and of each side pool."""
+        return [self.mover, *(side.mover for side in self.side)]
+
     def close(self) -> None:
-        """End the cache and the storage's threads; bounded."""
+        """End the cache and all threads; bounded."""
         self.cache.close()
+        for mover in self.movers:
+            mover.close()
         if self.workers is not None:
             self.workers.close()
 

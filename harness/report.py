@@ -168,7 +168,7 @@ def build_report(
         requests=first.counts.get("requests finished", 0),
         hit_rate=round(gather.hit_rate(), 4),
         collectives_per_step=round(
-            counts.get("collectives", 0) / max(1, counts.get("ballots posted", 0)), 3
+            counts.get("collectives", 0) / max(1, counts.get("iterations", 0)), 3
         ),
         compared_steps=gather.num_compared,
         compared_trees=gather.num_walks,

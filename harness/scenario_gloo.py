@@ -145,7 +145,7 @@ def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
     )
 
     def settle_copies() -> None:
-        ended = real.mover.wait_all(_COPIES_S)
+        ended = all(mover.wait_all(_COPIES_S) for mover in real.movers)
         if not ended or not (workers is None or workers.wait_all(_COPIES_S)):
             raise InternalError(f"copies did not end within {_COPIES_S:g} s", rank=context.rank)
 

@@ -39,6 +39,7 @@ __all__ = [
     "Heal",
     "Insert",
     "LoadBack",
+    "Mode",
     "Prefetch",
     "Raises",
     "Ranges",

@@ -117,8 +117,7 @@ def _atomicity(world: World) -> Iterator[str]:
         found = [
             (member, member.intents[wish.key])
             for member in members
-            if wish.key in member.intents
-            and member.intents[wish.key].epoch == member.manager.epoch
+            if wish.key in member.intents and member.intents[wish.key].epoch == member.manager.epoch
         ]
         states = {intent.state for _, intent in found}
         if State.ABORTED in states and states & set(_PUBLISHED):

@@ -198,7 +198,9 @@ class SoakEngine(Engine):
             self._finished_ms = now_ms
         elif now_ms - self._finished_ms > self._patience_ms:
             raise ProgressLost(
-                f"all ranks step, but no request has finished for {self._patience_ms / 1000:g} s",
+                f"all ranks step, but no request has finished for {self._patience_ms / 1000:g} s:"
+                f" {self.num_waiting} wait, {self.cache.manager.ledger.usable('device')} device"
+                " pages are usable on every rank",
                 step=self.cache.manager.step,
             )
 

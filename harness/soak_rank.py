@@ -62,8 +62,6 @@ class SoakLoop:
         self._sampled_s = -RESOURCES_EVERY_S
         self._bucket = Bucket(0.0, BUCKET_S)
         self._seen = (0, 0)
-        self._posted_before = 0
-        self._posted = 0
         self.engine = SoakEngine(
             rank,
             Rounds(requests),
@@ -75,6 +73,7 @@ class SoakLoop:
             drain_s=config.drain_s + config.copy_timeout_s,
         )
         self.coverage.watch(rank.cache)
+        self.mischief.attach(rank.heal)
 
     # -- before the step -------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ class SoakLoop:
         if by_clock or (self._stop_at is not None and step > self._stop_at):
             self.is_ending = True
             self.feed.phase = "draining"
-            self.mischief.heal(self.rank.heal)
+            self.mischief.heal()
             self.engine.drain()
 
     # -- after the step --------------------------------------------------------------------------
@@ -116,9 +115,6 @@ class SoakLoop:
         waited_s = cache.stepper.waited_s - self._waited_s
         self._waited_s = cache.stepper.waited_s
         feed.step, feed.at_s = self.engine.iteration, self.engine.now_ms / 1000
-        if result.was_reset:
-            self._posted_before += self._posted
-        self._posted = cache.manager.step
         feed.steps.add(step_s)
         feed.waits.add(waited_s)
         self.coverage.after_step(result, step_s)
@@ -183,7 +179,7 @@ class SoakLoop:
             "pages hit on host": totals.host_hits,
             "pages hit in storage": totals.storage_hits,
             "collectives": self.rank.cache.stepper.num_collectives,
-            "ballots posted": self._posted_before + self.rank.cache.manager.step,
+            "iterations": self.engine.iteration,
         }
 
     # -- the end ---------------------------------------------------------------------------------

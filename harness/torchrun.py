@@ -37,6 +37,8 @@ TELL_S: Final = 0.25
 SILENCE_S: Final = 20.0
 #: One that the others have named as gone is not waited for as long.
 NAMED_SILENCE_S: Final = 3.0
+#: For rank 0 to report, before the others leave.
+REPORT_S: Final = 15.0
 COMMAND: Final = "torchrun -m harness.torchrun"
 
 
@@ -201,8 +203,10 @@ def _drive(feed: Feed, config: SoakConfig, options: Options, store: Store) -> in
 
 def _tell(feed: Feed, loop: threading.Thread, store: Store) -> int:
     """Hand over what the loop tells, until it has ended and all is handed over."""
-    # The end is rank 0's to decide, so that all come to the same step.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The end is rank 0's to decide, so that all come to the same step. torchrun passes a Ctrl-C on
+    # as both of these, and kills after 30 s.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
     number = 0
     while True:
         update = feed.take()
@@ -212,7 +216,7 @@ def _tell(feed: Feed, loop: threading.Thread, store: Store) -> int:
             break
         loop.join(TELL_S)
     # torchrun ends everybody when the first one leaves badly: rank 0 has to have reported.
-    end_s = time.monotonic() + 30.0
+    end_s = time.monotonic() + REPORT_S
     while time.monotonic() < end_s and store.get("soak/over") is None:
         time.sleep(TELL_S)
     return 0

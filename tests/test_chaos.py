@@ -334,3 +334,19 @@ def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
 
     with pytest.raises(BadInput, match=r"plan.toml: no such file; expected a fault plan"):
         read_plan(str(tmp_path / "plan.toml"))
+
+
+def test_what_hangs_for_a_while_is_released() -> None:
+    now_s = 0.0
+    healed: list[float] = []
+    line = FaultLine(site="write", action="hang", at_step=1, seconds=5.0)
+    told: list[FaultEvent] = []
+    devil = Mischief(Plan(fault=(line,)), 0, 1, told.append, lambda: now_s)
+    devil.attach(lambda: healed.append(now_s))
+    devil.before_step(1, None)
+    assert devil.board.plan_part(Direction.TO_HOST, Part(1, [0], [0])).delay_collects is None
+    for now_s in (1.0, 4.9, 5.0, 9.0):  # noqa: B007 - the clock of the lambdas above
+        devil.before_step(2, None)
+    assert healed == [5.0]
+    devil.heal()
+    assert healed == [5.0, 9.0]

@@ -7,16 +7,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
+from cache.eviction import POLICIES
 from cache.write_through import WriteThrough
 from consensus.participant import Intent
 from harness.cli import main
 from harness.fuzz import run_world, signature, small_scenario
 from harness.random_worlds import draw_scenario
 from harness.scenario_file import parse_scenario, read_scenario
+from harness.scenario_model import Mode
 from harness.scenario_text import scenario_text
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.toml"))
@@ -44,13 +47,29 @@ def test_healed_worlds_drain_and_give_everything_back() -> None:
 
 
 def test_worlds_differ_from_each_other() -> None:
-    drawn = [draw_scenario(seed).scenario for seed in range(40)]
-    assert len({scenario.world for scenario in drawn}) > 30
+    drawn = [draw_scenario(seed).scenario for seed in range(120)]
+    assert len({scenario.world for scenario in drawn}) > 100
     assert {type(entry).__name__ for scenario in drawn for entry in scenario.do} >= {
         "Insert", "LoadBack", "Evict", "Finish", "Abort", "Admit", "Take", "Compute", "Free",
-        "Step", "Drain", "Fault", "Heal", "Expect",
+        "Step", "Drain", "Fault", "Heal", "Expect", "Prefetch", "Settle", "AttachStorage",
+        "DetachStorage", "Reset",
     }  # fmt: skip
     assert any(entry.raises for scenario in drawn for entry in scenario.do)
+    worlds = [scenario.world for scenario in drawn]
+    assert {world.mode for world in worlds} == set(get_args(Mode))
+    assert {world.storage for world in worlds} == {"none", "memory", "file"}
+    assert {world.eviction for world in worlds} == set(POLICIES)
+    assert {world.policy for world in worlds} == {"raise", "reset", "detach", "observe"}
+    assert {pool.need for world in worlds for pool in world.side_pools} == {
+        "per_page", "per_node", "window",
+    }  # fmt: skip
+
+
+def test_it_stops_at_a_number_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fuzz", "--rank-steps", "1000", "--out", str(tmp_path)]) == 0
+    found = re.search(r"([\d,]+) rank-steps", capsys.readouterr().out)
+    assert found is not None
+    assert 1000 <= int(found[1].replace(",", "")) < 10_000
 
 
 def test_one_seed_is_one_run_byte_for_byte(tmp_path: Path) -> None:
@@ -95,6 +114,7 @@ def test_several_processes_find_the_same(
         (["--worlds", "0"], "--worlds"),
         (["--minutes", "0"], "--minutes"),
         (["--minutes", "nan"], "--minutes"),
+        (["--rank-steps", "0"], "--rank-steps"),
         (["--seed", "-1"], "--seed"),
         (["--jobs", "0"], "--jobs"),
     ],

@@ -56,7 +56,7 @@ def test_publishing_what_was_refused_is_found(monkeypatch: pytest.MonkeyPatch) -
         return ""
 
     monkeypatch.setattr(managers, "_why_not", always)
-    assert "cannot commit" in explore(Setting()).failure
+    assert "is committed, but voted_no" in explore(Setting()).failure
 
 
 def test_a_crash_that_leaves_two_outcomes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,45 +92,48 @@ def test_a_smoke_soak_with_faults_passes(tmp_path: Path) -> None:
     assert "<h1>pass</h1>" in (tmp_path / "report.html").read_text()
 
 
-def test_nothing_stays_after_kill_9_of_the_driver(tmp_path: Path) -> None:
+def started(*words: str) -> tuple[subprocess.Popen[str], str]:
+    """A soak whose ranks are running, and the folder of its Ray."""
     driver = subprocess.Popen(
-        [*COMMAND, "--minutes", "5"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [*COMMAND, "--minutes", "5", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
+    said: list[str] = []
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        said.append(line)
+        if line.startswith("running"):
+            return driver, mark_of(driver.pid)
+    driver.wait()
+    raise AssertionError(f"it ended with {driver.returncode} before it ran:\n{''.join(said)}")
+
+
+def ended(driver: subprocess.Popen[str]) -> None:
+    driver.kill()
+    driver.wait()
+    if driver.stdout is not None:
+        driver.stdout.close()
+
+
+def test_nothing_stays_after_kill_9_of_the_driver() -> None:
+    driver, folder = started()
     try:
-        assert driver.stdout is not None
-        for line in driver.stdout:
-            if line.startswith("running"):
-                break
-        folder = mark_of(driver.pid)
         assert len(marked_processes(folder)) >= 3
     finally:
-        driver.kill()
-        driver.wait()
-        if driver.stdout is not None:
-            driver.stdout.close()
+        ended(driver)
     wait_until_gone(folder)
 
 
 def test_ctrl_c_ends_in_good_order_with_a_report(tmp_path: Path) -> None:
-    driver = subprocess.Popen(
-        [*COMMAND, "--minutes", "5", "--out", str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    driver, folder = started("--out", str(tmp_path))
     try:
-        assert driver.stdout is not None
-        for line in driver.stdout:
-            if line.startswith("running"):
-                break
-        folder = mark_of(driver.pid)
         driver.send_signal(signal.SIGINT)
         assert driver.wait(60.0) == 130
     finally:
-        driver.kill()
-        driver.wait()
-        if driver.stdout is not None:
-            driver.stdout.close()
+        ended(driver)
     report = read_report(str(tmp_path))
     assert report.is_stopped
     assert report.verdict == "pass"

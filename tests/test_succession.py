@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -13,6 +14,7 @@ from consensus.epoch import Introduction, Opener
 from consensus.errors import Divergence, KvpactError, Misuse, PeerError, RankStalled, StoreSilent
 from consensus.group import Group
 from consensus.manager import TransactionManager
+from consensus.membership import introduce
 from consensus.report import Policy, Seal
 from consensus.step import PAUSED, Stepper
 from consensus.store import MemoryStore
@@ -244,6 +246,14 @@ def test_who_was_missing_is_agreed() -> None:
         with pytest.raises(RankStalled) as caught:
             opener.poll(1.5)
         assert caught.value.ranks == first.value.ranks == (2,)
+
+
+def test_introductions_end_at_their_bound() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(RankStalled) as caught:
+        introduce(MemoryStore(), "replica", Introduction(0, {}, {"a": 1}), range(3), 0.1)
+    assert caught.value.ranks == (1, 2)
+    assert time.monotonic() - began_s < 5.0
 
 
 def test_an_exception_on_one_rank_is_no_matter_for_a_reset() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,35 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     report = read_report(str(out))
     assert (report.verdict, report.named_ranks) == ("hang", (1,)), report.why
     assert report.ranks[0].error in ("RankStalled", "PeerLost")
+
+
+@pytest.mark.ranks
+def test_ctrl_c_ends_in_good_order_with_a_report(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*TORCHRUN, "2", "-m", "harness.torchrun", "--minutes", "5", "--out", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("running"):
+                break
+        # As a terminal does: to torchrun and to every rank.
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    report = read_report(str(tmp_path))
+    assert report.is_stopped
+    assert report.verdict == "pass", report.why
+    assert len({rank.steps for rank in report.ranks}) == 1
 
 
 def test_outside_torchrun_it_says_how(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,10 @@ WAITS: dict[str, dict[str, tuple[str, str]]] = {
         "drain": ("timeout_s", "test_janitor.py::test_a_group_is_released_when_its_collectives"),
     },
     "membership.py": {
-        "introduce": ("start_timeout_s", "test_launch.py::test_a_rank_that_does_not_introduce"),
+        "introduce": (
+            "start_timeout_s",
+            "test_succession.py::test_introductions_end_at_their_bound",
+        ),
         "leave": ("wait_s", "test_closing_real.py::test_a_straggler_before_the_deadline"),
     },
     "sentinel.py": {
@@ -43,14 +46,17 @@ WAITS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "store.py": {
         "_call": ("call_timeout_s", "test_closing_real.py::test_a_stopped_store_host_is_named"),
-        "_line": ("call_timeout_s", "test_store.py::test_"),
-        "_run": ("a daemon thread", "test_store.py::test_"),
+        "_line": (
+            "call_timeout_s",
+            "test_store.py::test_a_stopped_host_is_silent_within_the_bound",
+        ),
+        "_run": ("a daemon thread", "test_store.py::test_a_closed_store_refuses"),
     },
     "watch.py": {
-        "_run": ("a daemon thread", "test_watch.py::test_"),
-        "judge": ("within_s", "test_watch.py::test_"),
-        "stacks": ("timeout_s", "test_watch.py::test_"),
-        "stop": ("timeout_s", "test_watch.py::test_"),
+        "_run": ("a daemon thread", "test_watch.py::test_no_exception_leaves_the_thread"),
+        "judge": ("within_s", "test_watch.py::test_judge_tells_the_living_from_the_silent"),
+        "stacks": ("timeout_s", "test_watch.py::test_stacks_show_where_the_thread_that_steps_is"),
+        "stop": ("timeout_s", "test_watch.py::test_stop_does_not_wait_for_a_store_that_hangs"),
     },
 }
 
