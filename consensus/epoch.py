@@ -48,7 +48,10 @@ class Locator(Protocol):
         ...
 
     def is_paused(self, rank: int) -> bool:
-        """It said that it pauses: others wait for it beyond their deadline. Quick."""
+        """It said that it pauses: others wait for it beyond their deadline. Quick.
+
+        May raise :class:`StoreSilent`.
+        """
         ...
 
     def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:

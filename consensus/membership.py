@@ -71,11 +71,8 @@ class WatchLocator:
         return is_silent or sighting.life is Life.GONE
 
     def is_paused(self, rank: int) -> bool:
-        """Whether it said that it pauses."""
-        try:
-            at = self._watch.positions([rank])[rank]
-        except StoreSilent:
-            return False
+        """Whether it said that it pauses. Raises :class:`StoreSilent`."""
+        at = self._watch.positions([rank])[rank]
         return at is not None and at.phase.startswith(PAUSED)
 
     def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:

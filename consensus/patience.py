@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -42,15 +42,24 @@ class StepLimits(msgspec.Struct, frozen=True):
 
 
 class Patience:
-    """The wait of ``rank`` for the verdict of one step; begun anew with :meth:`begin`."""
+    """The wait of ``rank`` for the verdict of one step; begun anew with :meth:`begin`.
+
+    ``clock`` tells the time, in seconds, after a call that may have lasted.
+    """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], limits: StepLimits, locator: Locator
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        limits: StepLimits,
+        locator: Locator,
+        clock: Callable[[], float],
     ) -> None:
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
         self._limits = limits
         self._locator = locator
+        self._clock = clock
         self._began = 0.0
         self._counts_from = 0.0  # the deadline runs from here: after a pause, from its end
         self._looked_at = 0.0
@@ -78,9 +87,9 @@ class Patience:
         if now - self._looked_at >= limits.slice_s:
             if self.are_others_closing(step, now, closer):
                 return "asked"
+            self._excuse_pauses(now)
             if self._is_store_silent:
                 return ""  # that took a while: first see whether the verdict has come
-            self._excuse_pauses(now)
         counted_s = now - self._counts_from
         if counted_s >= limits.warn_s and not self._warned:
             self._warned = True
@@ -101,20 +110,30 @@ class Patience:
         try:
             return closer.is_closing(step)
         except StoreSilent:
-            self._is_store_silent = True
-            # Not needed as long as all ranks come. Each try may last, so the next one is far off.
-            self._looked_at = now + self._limits.deadline_s / 4
+            self._be_silent()
             return False
+
+    def _be_silent(self) -> None:
+        """The store is not needed while all ranks come; each try may last, so the next is far."""
+        self._is_store_silent = True
+        self._looked_at = self._clock() + self._limits.deadline_s / 4
 
     def _excuse_pauses(self, now: float) -> None:
         """A rank that pauses is waited for; the whole deadline begins when its pause has ended."""
         limits = self._limits
+        if self._is_store_silent:
+            return
         soon = now - self._counts_from < min(limits.warn_s, limits.deadline_s / 2)
         if soon and not self._has_excused:
             return
-        if now - self._began < limits.pause_s and any(
-            self._locator.is_paused(rank) for rank in self._others
-        ):
+        if now - self._began >= limits.pause_s:
+            return
+        try:
+            is_excused = any(self._locator.is_paused(rank) for rank in self._others)
+        except StoreSilent:
+            self._be_silent()
+            return
+        if is_excused:
             self._counts_from = now
             self._has_excused = True
 

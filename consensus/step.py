@@ -81,7 +81,7 @@ class Stepper:
         self._on_settled = settled
         self._live = live
         self._beacon = beacon
-        self._patience = Patience(group.rank, group.ranks, limits, locator)
+        self._patience = Patience(group.rank, group.ranks, limits, locator, group.now)
         self._progress = Progress(manager, bound_s=limits.progress_s, waits=waits)
         self.succession = Succession(
             manager,

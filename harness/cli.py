@@ -140,7 +140,7 @@ def scenario(
     if json_out is not None:
         check_output("--json", json_out)
     checked = [read_scenario(file) for file in files]
-    from harness import scenario as scenarios
+    from harness import scenario_run as scenarios
 
     return scenarios.run_files(checked, ranks=ranks, seed=seed, json_out=json_out)
 

@@ -76,6 +76,7 @@ class _Intent:
         self.is_withdrawn = False
 
     def happens(self, event: str) -> None:
+        """Walk the table."""
         after = _TABLE.get((self.state, event))
         if after is None:
             raise Violation(f"table: {self.name} is {self.state}, so it cannot {event}")
@@ -105,6 +106,30 @@ class History:
         self._limbo: dict[str, set[int]] = {}
         self._published: dict[tuple[str, int], list[int]] = {}
         self._holder: dict[tuple[str, int], int] = {}  # (tier, page) -> node
+        self._rules: dict[str, Callable[[Line], None]] = {
+            "open": self._open,
+            "alias": self._alias,
+            "reserve": self._reserve,
+            "refuse": self._refuse,
+            "post": self._post,
+            "withdraw": self._withdraw,
+            "commit": self._commit,
+            "abort": self._abort,
+            "ended": self._ended,
+            "end": self._end,
+            "quarantine": self._quarantine,
+            "sealed": self._seal,
+            "take": self._take,
+            "put back": self._put_back,
+            "limbo": self._put_in_limbo,
+            "out of limbo": self._out_of_limbo,
+            "pool reset": self._pool_reset,
+            "publish": self._publish,
+            "unpublish": self._unpublish,
+            "forget": self._forget,
+            "split": self._split,
+            "serve": self._serve,
+        }
 
     def add(self, line: Line) -> None:
         """The next line of the file."""
@@ -120,10 +145,10 @@ class History:
             self._just_reset.clear()
         if line.values[:1] == ["staging"]:  # what the host's pool is called in buffer-only mode
             line.values[0] = "host"
-        rule = _RULES.get(line.tag)
+        rule = self._rules.get(line.tag)
         if rule is not None:
             try:
-                rule(self, line)
+                rule(line)
             except (ValueError, TypeError, IndexError) as error:
                 raise Violation(
                     f"order: {line.tag} {line.values} makes no sense: {error}"
@@ -147,7 +172,7 @@ class History:
             raise Violation(f"table: intent #{serial} was never opened")
         return self._intents[serial]
 
-    def open(self, line: Line) -> None:
+    def _open(self, line: Line) -> None:
         intent = _Intent(line)
         serial = int(line.values[2])
         if serial in self._intents:
@@ -168,36 +193,36 @@ class History:
         self._intents[serial] = intent
         self.num_intents += 1
 
-    def alias(self, line: Line) -> None:
+    def _alias(self, line: Line) -> None:
         self._get(line.values[0])
 
-    def reserve(self, line: Line) -> None:
+    def _reserve(self, line: Line) -> None:
         intent = self._get(line.values[0])
         intent.happens("reserve")
         intent.held = line.values[1]
         if not intent.minimum <= intent.held <= intent.total:
             raise Violation(f"atomic: {intent.name} holds {intent.held} of {intent.total} pages")
 
-    def refuse(self, line: Line) -> None:
+    def _refuse(self, line: Line) -> None:
         intent = self._get(line.values[0])
         intent.happens("refuse")
         intent.has_ended = True
 
-    def post(self, line: Line) -> None:
+    def _post(self, line: Line) -> None:
         if not line.values[1]:
             return
         for intent in self._intents.values():
             if intent.state in ("proposed", "reserved", "refused"):
                 intent.happens("post")
 
-    def withdraw(self, line: Line) -> None:
+    def _withdraw(self, line: Line) -> None:
         intent = self._get(line.values[0])
         if intent.state in _UNDECIDED:
             intent.is_withdrawn = True
         else:
             intent.happens("withdraw")
 
-    def commit(self, line: Line) -> None:
+    def _commit(self, line: Line) -> None:
         _, serial, pages = line.values
         intent = self._get(serial)
         intent.happens("commit")
@@ -217,17 +242,17 @@ class History:
                     f" {parent.state}"
                 )
 
-    def abort(self, line: Line) -> None:
+    def _abort(self, line: Line) -> None:
         self._get(line.values[1]).happens("abort")
 
-    def ended(self, line: Line) -> None:
+    def _ended(self, line: Line) -> None:
         intent = self._get(line.values[0])
         if intent.has_ended or intent.state in ("proposed", *_OVER):
             how = "has ended before" if intent.has_ended else f"is {intent.state}"
             raise Violation(f"table: {intent.name} ends on this rank, but it {how}")
         intent.has_ended = True
 
-    def end(self, line: Line) -> None:
+    def _end(self, line: Line) -> None:
         serial, pages = line.values
         intent = self._get(serial)
         if not intent.has_ended and not (intent.ends_on_commit and intent.state == "committed"):
@@ -242,7 +267,7 @@ class History:
             self._fetched_in = line.epoch, line.step
         self._give_back(intent, line)
 
-    def quarantine(self, line: Line) -> None:
+    def _quarantine(self, line: Line) -> None:
         intent = self._get(line.values[0])
         intent.happens("quarantine")
         self._give_back(intent, line)
@@ -251,12 +276,12 @@ class History:
         del self._slots[intent.slot]
         self._freed[intent.slot] = line.step
 
-    def seal(self, line: Line) -> None:
+    def _seal(self, line: Line) -> None:
         self.sealed.add(line.epoch)
 
     # -- pages -----------------------------------------------------------------------------------
 
-    def take(self, line: Line) -> None:
+    def _take(self, line: Line) -> None:
         pool, *pages = line.values
         owned, limbo = self._owned.setdefault(pool, set()), self._limbo.setdefault(pool, set())
         for page in pages:
@@ -265,10 +290,10 @@ class History:
                 raise Violation(f"owner: page {page} of pool {pool} is taken, but it {why}")
             owned.add(page)
 
-    def put_back(self, line: Line) -> None:
+    def _put_back(self, line: Line) -> None:
         self._disown(line)
 
-    def put_in_limbo(self, line: Line) -> None:
+    def _put_in_limbo(self, line: Line) -> None:
         # After a reset of the pool, pages that a copy still touches come from nobody.
         if line.values[0] not in self._just_reset:
             self._disown(line)
@@ -281,21 +306,21 @@ class History:
                 raise Violation(f"owner: page {page} of pool {pool} is freed, but nobody owns it")
             self._owned[pool].remove(page)
 
-    def out_of_limbo(self, line: Line) -> None:
+    def _out_of_limbo(self, line: Line) -> None:
         pool, *pages = line.values
         for page in pages:
             if page not in self._limbo.get(pool, ()):
                 raise Violation(f"owner: page {page} of pool {pool} was not in limbo")
             self._limbo[pool].remove(page)
 
-    def pool_reset(self, line: Line) -> None:
+    def _pool_reset(self, line: Line) -> None:
         pool = line.values[0]
         self._owned[pool], self._limbo[pool] = set(), set()
         self._just_reset.add(pool)
 
     # -- what can be read ------------------------------------------------------------------------
 
-    def publish(self, line: Line) -> None:
+    def _publish(self, line: Line) -> None:
         tier, node, serial, *pages = line.values
         # The engine computes what comes to the device by itself; a prefetch has ended before.
         by_nobody = tier != _DEVICE and (line.epoch, line.step) != self._fetched_in
@@ -317,20 +342,20 @@ class History:
             self._holder[tier, page] = node
         self._published[tier, node] = pages
 
-    def unpublish(self, line: Line) -> None:
+    def _unpublish(self, line: Line) -> None:
         tier, node = line.values
         if (tier, node) not in self._published:
             raise Violation(f"publish: node {node} was not on {tier}")
         for page in self._published.pop((tier, node)):
             del self._holder[tier, page]
 
-    def forget(self, line: Line) -> None:
+    def _forget(self, line: Line) -> None:
         gone = [key for key in self._published if key[0] == line.values[0]]
         for key in gone:
             for page in self._published.pop(key):
                 del self._holder[key[0], page]
 
-    def split(self, line: Line) -> None:
+    def _split(self, line: Line) -> None:
         lower, upper, num_pages = line.values
         for tier in sorted({tier for tier, node in self._published if node == lower}):
             pages = self._published[tier, lower]
@@ -339,7 +364,7 @@ class History:
             for page in pages[:num_pages]:
                 self._holder[tier, page] = upper
 
-    def serve(self, line: Line) -> None:
+    def _serve(self, line: Line) -> None:
         num_on_device, *nodes = line.values
         for place, node in enumerate(nodes):
             on_device = (_DEVICE, node) in self._published
@@ -347,32 +372,6 @@ class History:
             if not on_device and (place < num_on_device or not on_host):
                 where = "on the device" if place < num_on_device else "anywhere"
                 raise Violation(f"read: node {node} is served, but it is not published {where}")
-
-
-_RULES: dict[str, Callable[[History, Line], None]] = {
-    "open": History.open,
-    "alias": History.alias,
-    "reserve": History.reserve,
-    "refuse": History.refuse,
-    "post": History.post,
-    "withdraw": History.withdraw,
-    "commit": History.commit,
-    "abort": History.abort,
-    "ended": History.ended,
-    "end": History.end,
-    "quarantine": History.quarantine,
-    "sealed": History.seal,
-    "take": History.take,
-    "put back": History.put_back,
-    "limbo": History.put_in_limbo,
-    "out of limbo": History.out_of_limbo,
-    "pool reset": History.pool_reset,
-    "publish": History.publish,
-    "unpublish": History.unpublish,
-    "forget": History.forget,
-    "split": History.split,
-    "serve": History.serve,
-}
 
 
 def read_lines(path: Path) -> Iterator[Line]:

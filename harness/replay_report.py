@@ -151,13 +151,9 @@ def print_report(report: ReplayReport, console: Console) -> None:
     rows.append(("steps", f"{report.steps:,}"))
     rows.append(("collectives per step", f"{report.collectives_per_step:.2f}"))
     for times in report.times:
-        rows.append(
-            (
-                f"rank {times.rank}: step p50 / p99 / max; waited for others",
-                f"{times.step_ms_p50:.2f} / {times.step_ms_p99:.2f} / {times.step_ms_max:.2f} ms;"
-                f" {times.waited_s:.1f} s",
-            )
-        )
+        steps = f"{times.step_ms_p50:.2f} / {times.step_ms_p99:.2f} / {times.step_ms_max:.2f} ms"
+        what = f"rank {times.rank}: step p50 / p99 / max; waited for others"
+        rows.append((what, f"{steps}; {times.waited_s:.1f} s"))
     rows.append(("duration", f"{report.duration_s:.1f} s"))
     rows.append(("verdict", f"[{colour}]{report.verdict}[/{colour}]"))
     for row in rows:

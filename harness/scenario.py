@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from cache.config import CacheConfig
 from cache.hierarchical_cache import schema_of
@@ -16,19 +15,17 @@ from cache.side_pools import SideSpec
 from cache.storage import BackendBase, DeferredWorkers, Workers, open_backend
 from cache.tensors import KVShape
 from cache.transfer import DeferredMover
-from consensus.errors import Misuse
 from consensus.journal import Journal
 from consensus.report import Incident
 from consensus.store import MemoryStore
 from harness.agent import Agent, Observation, Raised, RankRecord
 from harness.checkers import Snapshot, compare
 from harness.faults import FaultBoard, FaultyPool
-from harness.files import write_bytes
 from harness.rank import Rank, identity_of
 from harness.scenario_model import Do, Expect, Scenario, World
 from harness.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
 
-__all__ = ["Result", "judge", "run_files", "run_sim", "unsupported", "world_config"]
+__all__ = ["Result", "judge", "run_sim", "unsupported", "world_config"]
 
 #: Large enough that two different pages never look alike, small enough for tiny worlds.
 KV_SHAPE = KVShape(2, 1, 8)
@@ -317,31 +314,3 @@ def _explain(
         f"entry {entry.number} (expect), rank {rank}: {what}: expected {wanted}, found {found};"
         f" the journal before it:{story}"
     )
-
-
-# -- the command ---------------------------------------------------------------------------------
-
-
-def run_files(
-    scenarios: list[Scenario], *, ranks: str, seed: int, json_out: str | None = None
-) -> int:
-    """Run files and print what came of each; 0: everything holds, 1: something does not."""
-    for scenario in scenarios:
-        if reason := unsupported(scenario):
-            raise Misuse(f"{scenario.path}: this version does not run {reason} yet")
-    if ranks == "gloo":
-        from harness.scenario_gloo import GlooRanks  # real processes only on demand
-
-        with GlooRanks() as gloo:
-            results = [gloo.run(scenario, seed) for scenario in scenarios]
-    else:
-        results = [run_sim(scenario, seed) for scenario in scenarios]
-    console = Console(highlight=False, soft_wrap=True)
-    for result in results:
-        verdict = "[red]FAILS[/red]" if result.failures else "[green]holds[/green]"
-        console.print(f"{verdict}  {result.path}  ({result.name})")
-        for failure in result.failures:
-            console.print(f"    {failure}", markup=False)
-    if json_out is not None:
-        write_bytes(json_out, msgspec.json.format(msgspec.json.encode(results)))
-    return int(any(result.failures for result in results))

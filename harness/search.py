@@ -3,7 +3,7 @@
 From each state every action is tried that could happen there: a rank goes on, a copy ends or fails,
 an intent is withdrawn, time passes, a rank dies (also between any two of its writes) or skips a
 step. States are counted once (:mod:`harness.search_digest`), every promise is checked in each
-(:mod:`harness.search_checks`), and from each a way must lead to where nothing is left to do, without
+(:mod:`harness.search_checks`), and from each a way must lead to where nothing is left to do without
 further faults.
 """
 
@@ -209,7 +209,7 @@ def _explore(setting: Setting, states_max: int) -> Found:
                 num_moves += 1
                 if is_plain:
                     led_here[there].append(here)
-        if not found.failure and pickle.loads(data).is_drained:
+        if not found.failure and _clone(data).is_drained:
             drained.append(here)
         elif not found.failure and not num_moves:
             found.failure, found.path = "nothing can happen any more", _path(came_from, here)
@@ -217,13 +217,17 @@ def _explore(setting: Setting, states_max: int) -> Found:
         if found.is_cut:
             break
     found.num_states, found.num_drained, found.depth = len(known), len(drained), max(depths)
-    if not found.failure and not found.is_cut:
-        stuck = _stuck(led_here, drained)
-        if stuck is not None:
-            found.failure = "from here nothing leads to where all has drained"
-            found.path = _path(came_from, stuck)
+    stuck = None if found.failure or found.is_cut else _stuck(led_here, drained)
+    if stuck is not None:
+        found.failure = "from here nothing leads to where all has drained"
+        found.path = _path(came_from, stuck)
     found.spent_s = time.monotonic() - started
     return found
+
+
+def _clone(data: bytes) -> World:
+    world: World = pickle.loads(data)  # noqa: S301 - this search has pickled it itself
+    return world
 
 
 def _successors(data: bytes, setting: Setting) -> Iterator[tuple[Action, World, bytes, bool]]:
@@ -231,12 +235,12 @@ def _successors(data: bytes, setting: Setting) -> Iterator[tuple[Action, World, 
 
     Last comes whether it goes on like this when there are no faults and nobody changes his mind.
     """
-    world: World = pickle.loads(data)
+    world = _clone(data)
     before = digest(world)
     can_move, waits = False, any(not m.is_over and not m.is_idle for m in world.alive)
     dies = "crash" in setting.faults and not world.fault
     for action in list(_actions(world)):
-        clone: World = pickle.loads(data)
+        clone = _clone(data)
         num_visible = _apply(clone, action)
         key = digest(clone)
         if action[0] == "go":
@@ -244,14 +248,14 @@ def _successors(data: bytes, setting: Setting) -> Iterator[tuple[Action, World, 
                 continue  # it only waits
             can_move = True
             for visible in range(1, num_visible) if dies else ():
-                dying: World = pickle.loads(data)
+                dying = _clone(data)
                 cut = ("dies in", *action[1:4], visible)
                 _apply(dying, cut)
                 yield cut, dying, digest(dying), False
         is_plain = action[0] in _PLAIN and clone.withdraws == world.withdraws
         yield action, clone, key, is_plain
     if waits and not can_move:
-        clone = pickle.loads(data)
+        clone = _clone(data)
         _apply(clone, ("pass",))
         yield ("pass",), clone, digest(clone), True
 

@@ -97,9 +97,8 @@ def _agreement(world: World) -> Iterator[str]:
     """One journal is the beginning of the other, and slots were used for the same."""
     if world.fault == "stray":
         return
-    first, *others = world.alive or [None]
-    for other in others:
-        assert first is not None and other is not None
+    first = world.alive[0]
+    for other in world.alive[1:]:
         if first.manager.epoch != other.manager.epoch:
             continue
         ours, theirs = first.journal.prints, other.journal.prints

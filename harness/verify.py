@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from harness.history import History, Line, Unreadable, Violation, read_lines
 
 __all__ = ["check_folder", "verify"]
@@ -16,15 +18,16 @@ __all__ = ["check_folder", "verify"]
 
 def verify(folder: str) -> int:
     """Check every run in ``folder`` and print what was checked; 1: a rule is broken, 2: no run."""
+    console = Console(highlight=False, soft_wrap=True)
     try:
         runs = _runs(Path(folder))
         for run in runs:
-            print(check_folder(run))
+            console.print(check_folder(run), markup=False)
     except Unreadable as error:
-        print(f"kvpact: {error}", file=sys.stderr)
+        sys.stderr.write(f"kvpact: {error}\n")
         return 2
     except Violation as error:
-        print(f"FAILS  {error}")
+        console.print(f"FAILS  {error}", markup=False)
         return 1
     return 0
 

@@ -194,7 +194,7 @@ def test_scenario_hands_over_checked_files(monkeypatch: pytest.MonkeyPatch, file
         seen.append(([one.name for one in scenarios], ranks, seed, json_out))
         return 1
 
-    stub(monkeypatch, "scenario", run_files=run_files)
+    stub(monkeypatch, "scenario_run", run_files=run_files)
     good = str(files / "good.toml")
     assert cli.main(["scenario", good]) == 1
     assert cli.main(["scenario", good, good, "--ranks", "gloo", "--seed", "4"]) == 1

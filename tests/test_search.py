@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def test_all_promises_hold_in_every_state(
 ) -> None:
     found = explore(setting)
     with capsys.disabled():
-        print(f"\n{setting.name}: {found.num_states:,} states", end=" ")
+        sys.stdout.write(f"\n{setting.name}: {found.num_states:,} states ")
     record_property("states", found.num_states)
     assert not found.failure, (found.failure, found.path)
     assert not found.is_cut

@@ -339,6 +339,26 @@ def test_a_phase_of_a_pause_says_so() -> None:
     assert world.net.places[0][1] == "idle"
 
 
+def test_a_silent_store_does_not_put_off_the_deadline() -> None:
+    """A store whose calls hang longer than the deadline: one look, then one claim, then the end."""
+    world = World(size=2)
+    assert not world.run(3, order=(0, 1))
+    asked: list[str] = []
+
+    def hangs(key: str, *_: object) -> bytes:
+        asked.append(key)
+        world.net.now_s += 2 * DEADLINE_S
+        raise StoreSilent("hangs")
+
+    world.store.get = hangs
+    world.store.compare_set = hangs
+    began = world.net.now_s
+    errors = world.run(1, order=(0,))
+    assert isinstance(errors[0], StoreSilent)
+    assert asked == ["epoch/0/closing", "epoch/0/late/4"]
+    assert world.net.now_s - began < 4 * DEADLINE_S + 0.5
+
+
 def test_a_silent_store_costs_one_call_before_the_verdict_is_looked_at() -> None:
     """With a store that hangs each call, the wait must not add up calls for nothing."""
     world = World(size=2)

@@ -68,7 +68,9 @@ def test_it_imports_nothing_of_the_code_that_wrote_the_journals() -> None:
         assert module.__file__ is not None
         tree = ast.parse(Path(module.__file__).read_text())
         names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+        names |= {
+            a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names
+        }
         ours = {name for name in names if name.split(".")[0] in ("consensus", "cache", "harness")}
         assert ours <= {"harness.history"}
 
@@ -120,7 +122,9 @@ def _commit_more_than_held(lines: Lines) -> None:
 
 def _commit_orphan(lines: Lines) -> None:
     """The parent of the first child is refused instead of committed."""
-    child = next(one for one in lines if one[3] == "open" and one[4][-1] not in ("ends", "ends on commit"))
+    child = next(
+        one for one in lines if one[3] == "open" and one[4][-1] not in ("ends", "ends on commit")
+    )
     parent = child[4][-1]
     at = next(i for i, one in enumerate(lines) if one[3] == "commit" and one[4][1] == parent)
     lines[at][3], lines[at][4] = "abort", [lines[at][4][0], parent, "refused"]
@@ -136,7 +140,7 @@ def _commit_withdrawn(lines: Lines) -> None:
 
 def _publish_early(lines: Lines) -> None:
     at = next(i for i, one in enumerate(lines) if one[3] == "publish" and one[4][2] >= 0)
-    fact, serial = lines.pop(at), lines[at][4][2] if False else None
+    fact = lines.pop(at)
     serial = fact[4][2]
     before = next(i for i, o in enumerate(lines) if o[3] == "commit" and o[4][1] == serial)
     lines.insert(before, fact)
@@ -222,7 +226,7 @@ DOCTORED: list[tuple[str, Doctor]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "doctor"), DOCTORED, ids=lambda one: getattr(one, "__name__", one))
+@pytest.mark.parametrize("rule, doctor", DOCTORED, ids=lambda one: getattr(one, "__name__", one))
 def test_a_doctored_history_is_rejected(
     rule: str,
     doctor: Doctor,
