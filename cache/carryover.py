@@ -204,11 +204,12 @@ class Carryover:
         found.sort(key=lambda one: (one[0], one[1].tobytes()))
         # What another one begins with comes just before it. Ranks have it cut into other nodes, and
         # each insert counts as a use: so each page is inserted once.
-        return [
-            one
-            for one, after in zip(found, [*found[1:], None], strict=True)
-            if after is None or after[0] != one[0] or not _begins(after[1], one[1])
-        ]
+        longest: list[tuple[str, Tokens]] = []
+        for namespace, tokens in reversed(found):
+            is_start = bool(longest) and longest[-1][0] == namespace
+            if not is_start or not _begins(longest[-1][1], tokens):
+                longest.append((namespace, tokens))
+        return longest[::-1]
 
     def restart(self, epoch: int, usable: dict[str, int]) -> None:
         """Begin ``epoch`` with ``usable`` pages; what was kept is charged again."""

@@ -15,10 +15,10 @@ __all__ = ["History", "Line", "Unreadable", "Violation", "read_lines"]
 
 
 class Line(NamedTuple):
-    """One line of a journal; ``number`` counts from 1. ``index`` -1: a fact of this rank."""
+    """One line of a journal; ``number`` counts from 1. ``place`` -1: a fact of this rank."""
 
     number: int
-    index: int
+    place: int
     epoch: int
     step: int
     tag: str
@@ -137,9 +137,9 @@ class History:
             if line.epoch < self.epoch:
                 raise Violation(f"order: epoch {line.epoch} after epoch {self.epoch}")
             self._begin(line.epoch)
-        if line.index >= 0:
-            if line.index != self.num_decisions:
-                raise Violation(f"order: decision {line.index} follows {self.num_decisions - 1}")
+        if line.place >= 0:
+            if line.place != self.num_decisions:
+                raise Violation(f"order: decision {line.place} follows {self.num_decisions - 1}")
             self.num_decisions += 1
         if line.tag not in ("take", "limbo"):
             self._just_reset.clear()

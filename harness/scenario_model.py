@@ -310,7 +310,6 @@ Do = (
     Insert
     | LoadBack
     | Prefetch
-    | Settle
     | Evict
     | Finish
     | Abort
@@ -319,6 +318,7 @@ Do = (
     | Compute
     | Free
     | Headroom
+    | Settle
     | Step
     | Drain
     | Reset

@@ -16,7 +16,7 @@ import logging
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -165,7 +165,7 @@ def explore(setting: Setting, *, states_max: int = STATES_MAX) -> Found:
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
+def _rare_collections() -> Generator[None]:
     """Every clone is a heap of cycles: collecting them by the dozen takes most of the time."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -395,9 +395,9 @@ class Member:
         """See :class:`consensus.succession.Carrier`."""
         return {}
 
-    def kept(self) -> int:
+    def kept(self) -> list[int]:
         """See :class:`consensus.succession.Carrier`."""
-        return 0
+        return []
 
     def drop(self, seal: Seal) -> None:
         """See :class:`consensus.succession.Carrier`."""

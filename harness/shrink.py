@@ -117,7 +117,6 @@ _PLAIN = {
     "prefetch_timeout_s": 1.0,
     "prefetch_minimum_pages": 1,
     "storage_queue_pages": 4096,
-    "policy": "raise",
     "storage": "memory",
 }
 

@@ -57,7 +57,7 @@ def check_folder(folder: Path) -> str:
         for line in read_lines(path):
             try:
                 history.add(line)
-                if line.index >= 0:
+                if line.place >= 0:
                     decisions.setdefault(line.epoch, []).append((line.tag, line.values))
                     _compare(first, line)
             except Violation as error:
@@ -82,9 +82,9 @@ def check_folder(folder: Path) -> str:
 def _compare(first: dict[int, list[tuple[str, list[Any]]]], line: Line) -> None:
     """Logs are prefix-equal: what an earlier journal says at this place, this one says too."""
     known = first.get(line.epoch, [])
-    if line.index < len(known) and known[line.index] != (line.tag, line.values):
-        tag, values = known[line.index]
+    if line.place < len(known) and known[line.place] != (line.tag, line.values):
+        tag, values = known[line.place]
         raise Violation(
-            f"prefix: decision {line.index} of epoch {line.epoch} is {line.tag} {line.values}, but"
+            f"prefix: decision {line.place} of epoch {line.epoch} is {line.tag} {line.values}, but"
             f" on an earlier rank {tag} {values}"
         )

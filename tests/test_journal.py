@@ -196,3 +196,24 @@ def test_first_difference_against_a_twin(
 def test_an_entry_reads_as_a_line() -> None:
     assert str(Entry(3, 0, 7, "evict", ("host", 5))) == "#3 step 7 evict host 5"
     assert str(Entry(3, 0, 7, "reset", ())) == "#3 step 7 reset"
+
+
+def test_an_epoch_begins_as_a_new_journal_does(tmp_path: Path) -> None:
+    fresh, later = Journal(0), Journal(0, path=tmp_path / "rank0.jsonl")
+    later.note("a", 1)
+    later.begin_epoch(1)
+    assert fresh.fingerprint == later.fingerprint == 0
+    assert not fresh.is_written
+    assert later.is_written
+    later.close()
+    assert not later.is_written
+
+
+def test_flushing_twice_writes_once(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    made = Journal(0, path=path)
+    made.note("a", 1)
+    made.flush()
+    made.flush()
+    made.close()
+    assert path.read_bytes() == b'[0,0,0,"a",[1]]\n'

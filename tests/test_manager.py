@@ -943,3 +943,14 @@ def test_agreed_room_is_that_of_the_poorest_rank() -> None:
     replica.owners[0].capacity["a"] = replica.owners[0].free["a"] = 4
     replica.step()
     assert replica.room() == 4
+
+
+def test_a_ballot_says_to_which_epoch_it_belongs() -> None:
+    manager = make_manager(0)
+    manager.begin_epoch(3, {"a": 10})
+    manager.note("evict", 7)
+    manager.post(5)
+    header = manager.newest_header
+    assert (header.epoch, header.step, header.iteration) == (3, 1, 5)
+    assert header.schema == manager.schema.digest
+    assert header.fingerprint == manager.journal.fingerprint != 0

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from consensus import manager as managers
-from consensus.epoch import Closer
 from consensus.participant import Intent
-from consensus.step import Stepper
 from harness.search import SMALL, explore, replay
 from harness.search_digest import digest
 from harness.search_world import Setting, World
@@ -60,15 +58,6 @@ def test_publishing_what_was_refused_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert "is committed, but voted_no" in explore(Setting()).failure
 
 
-def test_a_crash_that_leaves_two_outcomes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settles_nothing(self: Stepper, seal: object) -> None:
-        return
-
-    monkeypatch.setattr(Stepper, "_settle_through", settles_nothing)
-    found = explore(Setting(ranks=3, relation="line", refusals=False, faults=("crash",)))
-    assert "settled" in found.failure, found.failure
-
-
 def test_an_ending_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = managers.TransactionManager.mark_ended
 
@@ -83,20 +72,3 @@ def test_an_ending_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(managers.TransactionManager, "mark_ended", forgets)
     found = explore(Setting(relation="line", refusals=False))
     assert found.failure == "from here nothing leads to where all has drained"
-
-
-def test_a_seal_that_the_first_writer_does_not_win_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = Closer.poll
-
-    def own_seal(self: Closer, now_s: float) -> Any:
-        seal = real(self, now_s)
-        if seal is not None and self.rank == 1:
-            return type(seal)(seal.error, max(0, seal.through - 1), seal.verdicts, "raise", ())
-        return seal
-
-    monkeypatch.setattr(Closer, "poll", own_seal)
-    found = explore(Setting(ranks=2, relation="line", refusals=False, faults=("skip",)))
-    found = found if found.failure else explore(Setting(refusals=False, lag=1, faults=("skip",)))
-    assert found.failure

@@ -345,7 +345,7 @@ def test_a_silent_store_does_not_put_off_the_deadline() -> None:
     assert not world.run(3, order=(0, 1))
     asked: list[str] = []
 
-    def hangs(key: str, *_: object) -> bytes:
+    def hangs(key: str, expected: bytes | None = None, value: bytes = b"") -> bytes:
         asked.append(key)
         world.net.now_s += 2 * DEADLINE_S
         raise StoreSilent("hangs")
