@@ -90,9 +90,9 @@ class LoadBack:
         for carriage in mine:
             intent = carriage.intent
             # What it waited for may also be the insert of another request: that is not its to end.
-            if carriage not in wanted and intent is not None and intent.kind == self.kind:
-                if intent.is_undecided:
-                    self._tiers.manager.withdraw(intent)
+            is_ours = intent is not None and intent.kind == self.kind and carriage not in wanted
+            if intent is not None and is_ours and intent.is_undecided:
+                self._tiers.manager.withdraw(intent)
 
     def resolve(self) -> None:
         """A step was settled: tell the tickets whose loads are all decided."""
@@ -146,7 +146,6 @@ class LoadBack:
 
     def _open(self, ticket: Ticket, num_pages: int) -> None:
         """Join loads that are under way for the same path, and open one for the rest."""
-        tiers = self._tiers
         joined: list[Carriage] = []
         for node in ticket.path:
             carriage = node.device.carriage
@@ -160,6 +159,13 @@ class LoadBack:
         if num_pages < self._minimum_pages:
             _do_without(ticket, "too short: recomputing is cheaper")
             return
+        self._propose(ticket, joined, wanted, num_pages)
+
+    def _propose(
+        self, ticket: Ticket, joined: list[Carriage], wanted: list[Node], num_pages: int
+    ) -> None:
+        """Open an intent for the first ``num_pages`` of ``wanted``, or as many as there is room."""
+        tiers = self._tiers
         anchor: Node | None = None
         for node in ticket.path:
             if not node.device.is_published:
@@ -192,18 +198,23 @@ class LoadBack:
             for node in pinned:
                 tiers.tree.unpin(node, Tier.HOST)
             is_coming = has_room or (num_pages > 0 and tiers.is_coming(Tier.DEVICE, num_pages))
-            if is_coming and len(self._waiting) < self._waiting_max:
-                self._waiting.append((ticket, num_pages))
-            else:
-                self.num_no_room += 1
-                tiers.manager.note("no room", Tier.DEVICE.value, wanted[0].node_id)
-                _do_without(ticket, "no device pages can be had")
+            self._wait_or_refuse(ticket, wanted[0], num_pages, is_coming=is_coming)
             return
         for node in pinned:
             if node not in taken:
                 tiers.tree.unpin(node, Tier.HOST)
         self._carry(intent, carriage)
         ticket.carriages = [*joined, carriage]
+
+    def _wait_or_refuse(
+        self, ticket: Ticket, first: Node, num_pages: int, *, is_coming: bool
+    ) -> None:
+        if is_coming and len(self._waiting) < self._waiting_max:
+            self._waiting.append((ticket, num_pages))
+            return
+        self.num_no_room += 1
+        self._tiers.manager.note("no room", Tier.DEVICE.value, first.node_id)
+        _do_without(ticket, "no device pages can be had")
 
     def _carry(self, intent: Intent, carriage: Carriage) -> None:
         tiers = self._tiers
@@ -252,7 +263,7 @@ class LoadBack:
         carriage.pages = []
 
     def start(self, intent: Intent) -> None:
-        """Put its parts into the merged copy of this step: one part per node, as far as reserved."""
+        """Put its parts into the copy of this step: one part per node, as far as reserved."""
         carriage = self._carriages[intent.serial]
         position = 0
         parts: list[tuple[list[int], list[int]]] = []

@@ -89,7 +89,7 @@ class Prefetch:
     # -- calls -----------------------------------------------------------------------------------
 
     def request(self, request: Request, tokens: Tokens, namespace: str, path: list[Node]) -> Ticket:
-        """Propose to fetch what of ``tokens`` is not cached; ``path`` is what the tree has of it."""
+        """Propose to fetch what of ``tokens`` is not cached; the tree has ``path`` of it."""
         ticket = Ticket(request, None, 0)
         cached = [node for node in path if node.device.is_published or node.host.is_published]
         total = len(tokens) // self._tiers.tree.page_size

@@ -239,7 +239,7 @@ class RadixTree:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children, in order of insertion."""
-        stack = [root for root in reversed(list(self._roots.values()))]
+        stack = list(reversed(self._roots.values()))
         while stack:
             node = stack.pop()
             if node.parent is not None:

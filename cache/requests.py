@@ -42,8 +42,8 @@ class Request:
         "name",
         "orphans",
         "private",
-        "side_orphans",
         "prompt_pages",
+        "side_orphans",
         "why",
     )
 

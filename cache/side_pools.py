@@ -30,7 +30,7 @@ SidePages = dict[str, list[tuple[int, int]]]
 
 
 class SideSpec(msgspec.Struct, frozen=True):
-    """What a node needs of a side pool; ``window_pages`` only for ``window``. Equal on all ranks."""
+    """What nodes need of a side pool, equal on all ranks; ``window_pages`` only for ``window``."""
 
     name: str
     need: Literal["per_page", "per_node", "window"]

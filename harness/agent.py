@@ -56,6 +56,11 @@ from harness.sim import Pause, Program
 __all__ = ["Agent", "Observation", "Raised", "RankRecord"]
 
 
+#: What only an engine that owns its pages asks for, and with it all that is not a scheduler's call.
+Driven = Admit | Take | Compute | Free | Headroom
+Managed = Driven | Fault | Heal | Reset | Settle | AttachStorage | DetachStorage
+
+
 class Observation(msgspec.Struct, frozen=True):
     """What one rank sees at an ``expect``: every key of it that the file asks for."""
 
@@ -163,8 +168,45 @@ class Agent:
                 self._insert(entry)
             case LoadBack():
                 self._load_back(entry)
+            case Prefetch():
+                self._prefetch(entry)
             case Evict():
                 self.cache.evict(Tier(entry.tier), entry.pages)
+            case Finish():
+                self._end(entry.request)
+                if self.cache.requests.get(entry.request) is not None:
+                    self.cache.finish_request(entry.request)
+            case Abort():
+                self._end(entry.request)
+                self.cache.abort(entry.request)
+            case Expect():
+                self._expect(entry)
+            case _:
+                self._manage(entry)
+
+    def _manage(self, entry: Managed) -> None:
+        """Faults, admin calls, and the calls of an engine that owns its pages."""
+        match entry:
+            case Fault():
+                if entry.rank == self.record.rank:
+                    self.board.arm(entry)
+            case Heal():
+                self.board.heal()
+                self.rank.heal()
+            case Reset():
+                self.cache.reset()
+                self._let_go()
+            case Settle():
+                self.cache.settle_for_prefetch(entry.request)
+            case AttachStorage():
+                self.cache.attach_storage()
+            case DetachStorage():
+                self.cache.detach_storage()
+            case _:
+                self._drive(entry)
+
+    def _drive(self, entry: Driven) -> None:
+        match entry:
             case Admit():
                 self._engine.admit(entry.request, expand(entry.tokens), entry.namespace, entry.load)
             case Take():
@@ -175,35 +217,12 @@ class Agent:
                 self._engine.free(entry.request, entry.pages)
             case Headroom():
                 self.cache.expect_pages(entry.pages)
-            case Finish():
-                self._end(entry.request)
-                if self.cache.requests.get(entry.request) is not None:
-                    self.cache.finish_request(entry.request)
-            case Abort():
-                self._end(entry.request)
-                self.cache.abort(entry.request)
-            case Fault():
-                if entry.rank == self.record.rank:
-                    self.board.arm(entry)
-            case Heal():
-                self.board.heal()
-                self.rank.heal()
-            case Expect():
-                self._expect(entry)
-            case Reset():
-                self.cache.reset()
-                self._let_go()
-            case Prefetch():
-                self._fetches[entry.request] = self.cache.prefetch(
-                    entry.request, expand(entry.tokens), namespace=entry.namespace
-                )
-                self._let_go()
-            case Settle():
-                self.cache.settle_for_prefetch(entry.request)
-            case AttachStorage():
-                self.cache.attach_storage()
-            case DetachStorage():
-                self.cache.detach_storage()
+
+    def _prefetch(self, entry: Prefetch) -> None:
+        tokens = expand(entry.tokens)
+        ticket = self.cache.prefetch(entry.request, tokens, namespace=entry.namespace)
+        self._fetches[entry.request] = ticket
+        self._let_go()
 
     def _end(self, name: str) -> None:
         self._holding.discard(name)
@@ -263,7 +282,8 @@ class Agent:
             case "exit":
                 raise Exit
             case "late":
-                assert fault is not None and fault.seconds is not None
+                assert fault is not None
+                assert fault.seconds is not None
                 yield Pause(fault.seconds)
             case "diverge":
                 self._lose_a_node()

@@ -61,7 +61,10 @@ _MODES: Final[tuple[Mode, ...]] = (
 
 
 _POLICIES: Final[tuple[Literal["raise", "reset", "detach", "observe"], ...]] = (
-    *("raise",) * 4,
+    "raise",
+    "raise",
+    "raise",
+    "raise",
     "reset",
     "reset",
     "detach",

@@ -139,11 +139,21 @@ def _forget_to_unpin(self: WriteThrough, intent: Intent) -> None:
 _ENDED = WriteThrough.ended
 
 
+def _small_failing_seed() -> int:
+    """The first failing world that is quick to run: making it small takes hundreds of runs."""
+    for seed in range(500):
+        drawn = draw_scenario(seed).scenario
+        is_quick = drawn.world.num_ranks <= 3 and len(drawn.do) <= 70
+        if is_quick and run_world(seed).failures:
+            return seed
+    raise AssertionError("no world finds the planted fault")
+
+
 def test_a_planted_fault_is_found_and_made_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(WriteThrough, "ended", _forget_to_unpin)
-    seed = next(seed for seed in range(200) if run_world(seed).failures)
+    seed = _small_failing_seed()
     status = main(["fuzz", "--worlds", "1", "--seed", str(seed), "--out", str(tmp_path)])
     out = capsys.readouterr().out
     assert status == 1
@@ -161,7 +171,7 @@ def test_a_planted_fault_is_found_and_made_small(
 
 def test_shrinking_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriteThrough, "ended", _forget_to_unpin)
-    seed = next(seed for seed in range(200) if run_world(seed).failures)
+    seed = _small_failing_seed()
     assert small_scenario(seed, runs_max=60) == small_scenario(seed, runs_max=60)
 
 

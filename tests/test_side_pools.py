@@ -66,7 +66,7 @@ def test_what_a_node_needs() -> None:
     assert list(WINDOW.positions(1)) == [0]
 
 
-@pytest.mark.parametrize(("need", "window"), [("window", 0), ("per_node", 2), ("per_page", 1)])
+@pytest.mark.parametrize("need, window", [("window", 0), ("per_node", 2), ("per_page", 1)])
 def test_a_window_belongs_to_need_window(need: str, window: int) -> None:
     with pytest.raises(Misuse, match="window_pages"):
         SideSpec("x", need, window)  # pyright: ignore[reportArgumentType]
