@@ -41,8 +41,6 @@ DEPENDS_ON_LAG = {
     "insert_refused_backup_running.toml": "counts a refusal after one step",
     "parent_refused_child_fits.toml": "counts aborts after one step",
     "reserve_refused_on_one_rank.toml": "counts an abort after one step",
-    "prefetch_loses_its_anchor.toml": "evicts between two steps of a prefetch",
-    "stored_only_what_is_sure.toml": "looks while a copy of a certain step still runs",
 }
 
 SEEDS = range(4)
