@@ -7,7 +7,6 @@ its seed and the command that runs it again.
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from rich.console import Console
 
 from consensus.errors import BadInput
 from harness.files import write_bytes
+from harness.quiet import quiet
 from harness.random_worlds import draw_scenario, numbered
 from harness.scenario import run_sim
 from harness.scenario_model import Finish, Scenario
@@ -81,10 +81,9 @@ def run_world(seed: int, *, liveness: bool = False, journals: Path | None = None
 
 
 def _run(scenario: Scenario, seed: int, journals: Path | None = None) -> tuple[int, int, list[str]]:
-    # Ranks are made to wait on purpose; nobody wants to be warned of that.
-    logging.getLogger("kvpact").setLevel(logging.CRITICAL)
     try:
-        result = run_sim(scenario, seed, journals=journals)
+        with quiet():
+            result = run_sim(scenario, seed, journals=journals)
     except BadInput:
         raise
     except Exception as error:  # noqa: BLE001 - a crash of the code under test is a finding

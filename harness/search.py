@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
 import pickle
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
+from harness.quiet import quiet
 from harness.search_checks import broken
 from harness.search_digest import digest
 from harness.search_world import TICK_S, Crash, Member, Setting, World
@@ -159,8 +159,7 @@ def _strike(world: World, member: Member, kind: str) -> None:
 
 def explore(setting: Setting, *, states_max: int = STATES_MAX) -> Found:
     """All states of ``setting``, breadth first, until a promise breaks or none is new."""
-    logging.getLogger("kvpact").setLevel(logging.CRITICAL)
-    with _rare_collections():
+    with quiet(), _rare_collections():
         return _explore(setting, states_max)
 
 

@@ -7,6 +7,7 @@ import os
 # Before anything imports torch, and inherited by every rank that a test starts.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve hangs gloo
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks, few cores
+os.environ.setdefault("RES_OPTIONS", "attempts:0")  # see harness.launch.RESOLVER
 
 import signal
 import time

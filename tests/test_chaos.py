@@ -202,7 +202,10 @@ def test_a_simulated_soak_under_chaos_holds_and_repeats_itself() -> None:
     first, second = simulated(), simulated()
     assert conclude(first, is_stopped=False).verdict is Verdict.PASS
     assert first.num_compared == first.step > 150
-    assert first.covered() == second.covered()
+    covered = [one.covered() for one in (first, second)]
+    for one in covered:
+        one.pop("straggler within the deadline", None)  # by the real clock: a busy machine
+    assert covered[0] == covered[1]
     assert first.struck == second.struck
     assert first.views[0].counts == second.views[1].counts
     assert first.covered()["abort after partial reserve"] > 0
