@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from consensus.errors import BadInput, ResourceError
+from harness.launch import RESOLVER
 from harness.live import Metrics
 from harness.rank_actor import RankActor, StoreActor
 from harness.soak_config import SoakConfig, check_out, load_requests
@@ -235,6 +236,8 @@ class RayRanks:
         if self._options.address == "local":
             from consensus.group import serve_tcp_store
 
+            for name, value in RESOLVER.items():
+                os.environ.setdefault(name, value)
             self._store, port = serve_tcp_store()
             return "127.0.0.1", port
         actor_class: Any = StoreActor
