@@ -448,6 +448,15 @@ class HierarchicalCache:
             raise Misuse("this cache was built without a storage")
         self.storage.detach(complete=complete)
 
+    def clear_storage(self) -> None:
+        """An agreed call: empty the storage of every rank; nothing is stored or fetched meanwhile.
+
+        :class:`Misuse` while writes or prefetches are open. ``has_pending`` until all have done it.
+        """
+        if self.storage is None:
+            raise Misuse("this cache was built without a storage")
+        self.storage.empty()
+
     def events(self) -> list[CacheEvent]:
         """What was stored and removed since the last call, in the same order on every rank."""
         return self._parts.event_log.take()

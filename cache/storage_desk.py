@@ -86,6 +86,10 @@ class StorageDesk:
 
         return self._submit(Kind.EXISTS, tuple(keys), (), [], ended)
 
+    def clear(self, on_end: OnEnd) -> bool:
+        """Empty this rank's storage; False: the workers are busy."""
+        return self._submit(Kind.CLEAR, (), (), [], lambda ending: on_end(ending.leading))
+
     def stop(self, ticket: int) -> None:
         """End an open request now, with what has arrived so far."""
         if ticket in self._open:

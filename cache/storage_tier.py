@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from cache.clearing import Clearing
 from cache.events import EventLog
 from cache.node import Node, Tier
 from cache.prefetch import Prefetch
@@ -24,6 +25,7 @@ class StorageState(enum.Enum):
 
     ATTACHED = "attached"
     DRAINING = "draining"  # what is open is completed, nothing new begins
+    CLEARING = "clearing"  # emptied on all ranks; nothing begins before all have done it
     DETACHED = "detached"
 
 
@@ -43,6 +45,7 @@ class StorageTier:
             policy=config.prefetch_policy,
             timeout_s=config.prefetch_timeout_s,
         )
+        self.clearing = Clearing(tiers, desk, events)
         self._tiers = tiers
         self._events = events
         self._queue_pages = config.storage_queue_pages
@@ -60,7 +63,7 @@ class StorageTier:
     @property
     def is_busy(self) -> bool:
         """Something of it is queued or open, or it is about to be detached: agreed."""
-        return self._has_open or self.state is StorageState.DRAINING
+        return self._has_open or self.state in (StorageState.DRAINING, StorageState.CLEARING)
 
     @property
     def _has_open(self) -> bool:
@@ -106,7 +109,24 @@ class StorageTier:
         if self.state is StorageState.ATTACHED:
             self.state = StorageState.DRAINING if self._has_open else StorageState.DETACHED
 
+    def empty(self) -> None:
+        """Agreed call: remove all that is stored, on every rank; attached again when all have.
+
+        Raises :class:`Misuse` where something is open, or storage is not attached: nothing changed.
+        """
+        if not self.is_attached or self._has_open:
+            raise Misuse("storage can be cleared only while it is attached and nothing is open")
+        if not self.clearing.begin(self._cleared):
+            raise Misuse("storage cannot be cleared now: no slot is free, try again after a step")
+        self._tiers.manager.note("clear")
+        self.state = StorageState.CLEARING
+
+    def _cleared(self) -> None:
+        if self.state is StorageState.CLEARING:
+            self.state = StorageState.ATTACHED
+
     def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""
         self.storing.clear()
         self.prefetch.clear()
+        self.clearing.clear()
