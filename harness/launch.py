@@ -37,9 +37,10 @@ MAX_OUTPUT_BYTES = 16 << 10
 TERMINATE_S = 0.5
 POLL_S = 0.02
 #: Torch's store looks up the name of every peer that connects, in its one thread: where a name
-#: server is slow, all ranks would find the store silent meanwhile. Everything here is on this
-#: machine, so that no name server need be asked: glibc then tries none.
-RESOLVER = {"RES_OPTIONS": "attempts:0"}
+#: server is slow, all ranks would find the store silent for the 5 s that is the usual patience.
+#: (`attempts:0` asks none at all, which everything on one machine can do without, but then torch
+#: says at each connection that it missed the name: for tests.)
+RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 class RankReport(msgspec.Struct):

@@ -56,7 +56,12 @@ def test_commands_print_what_it_says(command: str, output: str, tmp_path: Path) 
     run = subprocess.run(
         _argv(command),
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "dumb"},
+        env={
+            **{name: value for name, value in os.environ.items() if name != "RES_OPTIONS"},
+            "PYTHONPATH": str(ROOT),
+            "COLUMNS": "80",
+            "TERM": "dumb",
+        },
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
