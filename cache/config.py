@@ -94,6 +94,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._require("headroom_pages", self.headroom_pages, 0)
         self._require("load_back_minimum_pages", self.load_back_minimum_pages, 1)
         self._require("low_water_pages", self.low_water_pages, 0)
+        if self.low_water_pages >= self.device_pages:
+            raise Misuse(
+                f"low_water_pages must be below device_pages ({self.device_pages}), or nothing"
+                f" could stay on the device, got {self.low_water_pages}"
+            )
         self._require("prefetch_minimum_pages", self.prefetch_minimum_pages, 1)
         self._require("storage_queue_pages", self.storage_queue_pages, 1)
         self._require("events_max", self.events_max, 0)

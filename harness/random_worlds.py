@@ -119,12 +119,13 @@ def _draw_world(draw: random.Random) -> World:
     mode = draw.choice(_MODES)
     stores = ("memory",) if mode == "buffer_only" else ("none", "none", "memory")
     has_side = mode != "buffer_only" and draw.random() < 0.25
+    device_pages = _unequal(draw, device, tp * pp)
     return World(
         tp=tp,
         pp=pp,
         lag=lag,
         page_size=draw.choice((1, 2, 4)),
-        device_pages=_unequal(draw, device, tp * pp),
+        device_pages=device_pages,
         host_pages=_unequal(draw, host, tp * pp) if host else (0,) * (tp * pp),
         mode=mode,
         storage="file" if draw.random() < 0.05 else draw.choice(stores),
@@ -137,7 +138,9 @@ def _draw_world(draw: random.Random) -> World:
         load_back_minimum_pages=draw.choice((1, 1, 1, 2)),
         evicts_whole_nodes=draw.random() < 0.5,
         eviction=draw.choice(("lru", "lru", "lru", "lfu", "slru", "priority")),
-        low_water_pages=draw.choice((0, 0, 1, 2, 4)) if mode == "write_back" else 0,
+        low_water_pages=min(draw.choice((0, 0, 1, 2, 4)), min(device_pages) // 2)
+        if mode == "write_back"
+        else 0,
         prefetch_policy=draw.choice(("wait_complete", "wait_complete", "best_effort", "timeout")),
         prefetch_timeout_s=draw.choice((0.01, 0.03, 0.1)),
         prefetch_minimum_pages=draw.choice((1, 1, 1, 2)),
