@@ -62,11 +62,9 @@ class WriteBack(Backup):
 
     def plan(self) -> None:
         """Keep the agreed free pages of the device above the low-water mark."""
-        missing = self._low_water_pages - self._tiers.manager.room(Tier.DEVICE.value)
-        pool = Tier.DEVICE.value
-        while missing > self._underway[pool]:
-            if not self._tiers.evict(Tier.DEVICE, missing - self._underway[pool]):
-                return
+        device = Tier.DEVICE.value
+        free = self._tiers.manager.room(device) + self._underway[device]
+        self._tiers.evict(Tier.DEVICE, self._low_water_pages - free)
 
     def demote(self, node: Node) -> bool:
         """Begin to move ``node`` to the host; False: there is no slot, try again next step.

@@ -181,6 +181,22 @@ def test_the_low_water_mark_demotes_ahead_of_need(lag: int) -> None:
     assert world.same(lambda cache: cache.insert_line.num_waiting) == 0
 
 
+@LAGS
+@pytest.mark.parametrize("host_pages", [0, 12])
+def test_the_low_water_mark_takes_no_more_than_it_lacks(lag: int, host_pages: int) -> None:
+    world = lazy(
+        lag=lag,
+        device_pages=6,
+        host_pages=host_pages,
+        low_water_pages=2,
+        evicts_whole_nodes=True,
+    )
+    world.store("ab", "cd", "ef")
+    for _ in range(6 + 2 * lag):
+        world.step()
+    assert world.same(lambda cache: cache.manager.room("device")) == 2
+
+
 def test_engine_pages_wait_for_a_demotion_too() -> None:
     world = lazy()
     world.store("abcd")
