@@ -29,8 +29,6 @@ ROUNDS_APART: Final = 3
 ABORT_EVERY: Final = 17
 #: A load that a fault withholds is not waited for: its request is told later that it was void.
 LAYER_WAIT_S: Final = 1.0
-#: Rounds of evicting everything at the end: down from the device, then from the host.
-SWEEPS: Final = 3
 EVERYTHING: Final = 1 << 24
 
 
@@ -138,10 +136,9 @@ class SoakEngine(Engine):
         """Requests until :meth:`drain`, then steps until nothing is pending and nothing is left."""
         yield from super().program()
         self._drained()
-        for _ in range(SWEEPS):
-            for tier in (Tier.DEVICE, Tier.HOST):
-                self.cache.evict(tier, EVERYTHING)  # a rank's own size would not be agreed
-            # Write-back moves down what is evicted: that takes steps of its own.
+        # Write-back moves down what is evicted, a level of the tree at a time: that takes steps.
+        # Each sweep moves or frees pages, and the watch over progress bounds them all.
+        while sum(self.cache.evict(tier, EVERYTHING) for tier in (Tier.DEVICE, Tier.HOST)):
             yield from super().program()
             yield from self._one_step()
 
