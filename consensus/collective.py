@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from consensus.errors import Misuse, PeerLost
+from consensus.errors import Misuse, PeerLost, ResourceError
 from consensus.janitor import entrust
 
 __all__ = ["MAX_OUTSTANDING", "Group", "ProcessGroup", "RawStore", "Vector", "Work", "first_line"]
@@ -159,6 +159,14 @@ class ProcessGroup:
             raise Misuse(f"group {self.name} reduces numpy int64 vectors, got {kind}")
         if shape != (self.width,):
             raise Misuse(f"group {self.name} reduces shape ({self.width},), got {shape}")
+
+    def _admit(self) -> None:
+        """Room for one more collective in flight, or :class:`ResourceError`."""
+        outstanding = self._outstanding
+        while outstanding and outstanding[0].is_completed():
+            outstanding.popleft()
+        if len(outstanding) >= MAX_OUTSTANDING:
+            raise ResourceError(f"group {self.name}: {MAX_OUTSTANDING} collectives in flight")
 
     def lost(self, error: BaseException) -> PeerLost:
         """The error for a collective of this group that failed with ``error``."""

@@ -17,11 +17,13 @@ What raw gloo does with torch 2.13 (measured; tests/test_group.py pins what matt
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed
 
@@ -34,8 +36,9 @@ from consensus.collective import (
     Work,
     first_line,
 )
-from consensus.errors import Misuse, PeerLost, ResourceError, StoreSilent
+from consensus.errors import KvpactError, Misuse, PeerLost, StoreSilent
 from consensus.janitor import bounded
+from consensus.meeting import absent, address, announce, forget, not_met
 
 __all__ = [
     "MAX_OUTSTANDING",
@@ -51,6 +54,10 @@ __all__ = [
 
 #: The resolution of c10d's timeouts.
 MIN_WAIT_S = 0.001
+#: Beyond every deadline of ours.
+NEVER_S = 1e6
+#: How long a thread waits for NCCL to abort a group that is broken.
+ABORT_S = 1.0
 
 # The stubs lack most of what is used here, and some of what they have is wrong.
 _c10d: Any = torch.distributed
@@ -89,13 +96,9 @@ def open_tcp_store(host: str, port: int, timeout_s: float) -> RawStore:
     return bounded(connect, timeout_s, f"store {host}:{port} let nobody in for {timeout_s:g} s")
 
 
-def _address(store: Any) -> str:
-    return f"{store.host}:{store.port}" if hasattr(store, "port") else type(store).__name__
-
-
 def _timedelta(seconds: float) -> timedelta:
     # Whole milliseconds are all that c10d keeps; 0 would mean "for ever".
-    return timedelta(milliseconds=max(1, int(min(seconds, 1e6) * 1000)))
+    return timedelta(milliseconds=max(1, int(min(seconds, NEVER_S) * 1000)))
 
 
 # --------------------------------------------------------------------------------------- gloo
@@ -177,7 +180,7 @@ class GlooGroup(ProcessGroup):
         group = cls(name, ranks, rank, width)
         limit_s = group_timeout_s if form_timeout_s is None else form_timeout_s
         # Both halves of meeting, connecting and the first collective, take up to limit_s.
-        silent = f"store {_address(store)} hung while rank {rank} formed group {name}"
+        silent = f"store {address(store)} hung while rank {rank} formed group {name}"
         group._take(bounded(lambda: _meet(store, group, limit_s), 2 * limit_s + 1.0, silent))
         group._options = _min_options(group_timeout_s)
         return group
@@ -185,17 +188,13 @@ class GlooGroup(ProcessGroup):
     def min(self, vector: Vector) -> Work:
         """See :meth:`Group.min`; :class:`ResourceError` with MAX_OUTSTANDING in flight."""
         self._check(vector)
-        outstanding = self._outstanding
-        while outstanding and outstanding[0].is_completed():
-            outstanding.popleft()
-        if len(outstanding) >= MAX_OUTSTANDING:
-            raise ResourceError(f"group {self.name}: {MAX_OUTSTANDING} collectives in flight")
+        self._admit()
         tensor = torch.from_numpy(vector.copy())
         try:
             work = self._group.allreduce([tensor], self._options)
         except RuntimeError as error:
             raise self.lost(error) from None
-        outstanding.append(work)
+        self._outstanding.append(work)
         return _GlooWork(self, tensor, work)
 
 
@@ -208,19 +207,8 @@ def _min_options(timeout_s: float) -> Any:
 
 def _meet(store: RawStore, group: GlooGroup, limit_s: float) -> Any:
     """Compare the shape through the store, connect to all ranks, prove it by one collective."""
+    announce(store, group)
     name, ranks, rank = group.name, group.ranks, group.rank
-    shape = f"width={group.width} ranks={','.join(map(str, ranks))}"
-    try:
-        stands = store.compare_set(f"{name}/shape", "", shape).decode()
-        if stands != shape:
-            raise Misuse(
-                f"group {name}: this rank wants [{shape}], the first that came [{stands}]:"
-                " give every rank the same configuration",
-                rank=rank,
-            )
-        store.set(f"{name}/here/{rank}", "1")
-    except RuntimeError as error:
-        raise _store_failed(store, error) from error
     try:
         process_group: Any = _c10d.ProcessGroupGloo(
             _c10d.PrefixStore(name, store), ranks.index(rank), len(ranks), _timedelta(limit_s)
@@ -229,58 +217,82 @@ def _meet(store: RawStore, group: GlooGroup, limit_s: float) -> Any:
         first = process_group.allreduce([torch.zeros(1, dtype=torch.int64)], _min_options(limit_s))
         first.wait(_timedelta(limit_s))
     except RuntimeError as error:
-        raise _not_met(store, group, error) from error
+        raise not_met(store, group, first_line(error)) from error
     if rank == ranks[0]:
-        _forget(store, group)
+        forget(store, group)
     return process_group
-
-
-def _not_met(store: RawStore, group: GlooGroup, error: RuntimeError) -> PeerLost | StoreSilent:
-    try:
-        absent = [rank for rank in group.ranks if not store.check([f"{group.name}/here/{rank}"])]
-    except RuntimeError as silent:
-        return _store_failed(store, silent)
-    who = f"ranks {absent} did not come" if absent else "all came, one left"
-    return PeerLost(f"group {group.name} not formed: {who}: {first_line(error)}", ranks=absent)
-
-
-def _store_failed(store: RawStore, error: RuntimeError) -> StoreSilent:
-    return StoreSilent(f"store {_address(store)} failed: {first_line(error)}")
-
-
-def _forget(store: RawStore, group: GlooGroup) -> None:
-    """Delete what meeting left in the store; gloo itself leaves one key a rank, of its device 0."""
-    keys = [f"{group.name}/shape"]
-    for index, rank in enumerate(group.ranks):
-        keys += [f"{group.name}/here/{rank}", f"{group.name}/0/{index}"]
-    try:
-        for key in keys:
-            store.delete_key(key)
-    except RuntimeError as error:
-        raise _store_failed(store, error) from error
 
 
 # --------------------------------------------------------------------------------------- NCCL
 
 
-class _NcclWork:
-    """One all_reduce on the device with the copies in and out, seen through one event."""
+class _Health:
+    """What the works of one NCCL group share; no reference to the group, which may be dropped."""
 
-    __slots__ = ("_event", "_group", "_host", "_vector")
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self.timeout_s = 0.0
+        self.is_broken = False  # for good: a collective outlived timeout_s
+        self.process_group: Any = None
+
+    def give_up(self) -> None:
+        """Free the device of what waits there; peers that come later wait for their own timeout."""
+        self.is_broken = True
+        group, self.process_group = self.process_group, None
+        if group is not None:
+            with contextlib.suppress(KvpactError, RuntimeError):
+                bounded(group.abort, ABORT_S, f"NCCL does not abort group {self.name}")
+
+    def lost(self, reason: str) -> PeerLost:
+        return PeerLost(f"group {self.name}: a collective failed: {reason}")
+
+
+class _NcclWork:
+    """One all_reduce on the device with the copies in and out, seen through one event.
+
+    NCCL does not notice a peer that died: its collective is merely never done, so the group's
+    timeout is kept here. And a collective that is aborted lets the event pass, with what this rank
+    had put in: so behind the vector each rank has a place that only it lowers to 0.
+    """
+
+    __slots__ = ("_end_s", "_event", "_health", "_host", "_is_over", "_vector")
 
     def __init__(
-        self, group: NcclGroup, host: torch.Tensor, vector: torch.Tensor, event: Any
+        self, health: _Health, host: torch.Tensor, vector: torch.Tensor, event: Any
     ) -> None:
-        self._group = group
+        self._health = health
         self._host = host
         self._vector = vector  # kept until the event has passed
         self._event = event
+        self._end_s = time.monotonic() + health.timeout_s
+        self._is_over = False
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, in any way: what the janitor waits for."""
+        try:
+            return self.done()
+        except PeerLost:
+            return True
 
     def done(self) -> bool:
+        health = self._health
+        if self._is_over:
+            return True
         try:
-            return bool(self._event.query())
+            has_passed = bool(self._event.query())
         except RuntimeError as error:
-            raise self._group.lost(error) from None
+            raise health.lost(first_line(error)) from None
+        if health.is_broken:  # asked after the event: it may have passed because of that
+            raise health.lost("the group is broken")
+        if has_passed and self._host[-health.size :].any():
+            health.give_up()
+            raise health.lost("it was aborted")
+        if not has_passed and time.monotonic() >= self._end_s:
+            health.give_up()
+            raise health.lost(f"it did not end within {health.timeout_s:g} s")
+        self._is_over = has_passed
+        return self._is_over
 
     def wait(self, timeout_s: float) -> bool:
         end_s = time.monotonic() + timeout_s
@@ -292,8 +304,8 @@ class _NcclWork:
 
     def result(self) -> Vector:
         if not self.done():
-            raise Misuse(f"group {self._group.name}: result() before the collective is done")
-        vector: Vector = self._host.numpy()
+            raise Misuse(f"group {self._health.name}: result() before the collective is done")
+        vector: Vector = self._host.numpy()[: -self._health.size]
         vector.flags.writeable = False
         return vector
 
@@ -301,17 +313,17 @@ class _NcclWork:
 class NcclGroup(ProcessGroup):
     """A group over NCCL: the vector travels on the device, on a stream of the group's own.
 
-    Never run yet: it needs one CUDA device per rank. What differs from gloo: NCCL does not notice
-    a peer that died, its collective is merely never done and the caller's deadline finds it; and
-    torch's own watchdog ends the process after ``group_timeout_s`` unless
-    ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` is set. A ballot is a few kilobytes: prefer gloo.
+    A ballot is a few kilobytes, and two NCCL communicators at work at once are advised against:
+    prefer gloo. Never run yet: several ranks need a CUDA device each, or NCCL 2.30 and
+    ``NCCL_MULTI_RANK_GPU_ENABLE=1``. Set ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``, or torch ends the
+    process where NCCL hears of a peer's death, before this class can name it.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, width: int) -> None:
         super().__init__(name, ranks, rank, width)
+        self._health = _Health(name, self.size)
         self._device: Any = None
         self._stream: Any = None
-        self._options: Any = None
 
     @classmethod
     def form(
@@ -323,38 +335,73 @@ class NcclGroup(ProcessGroup):
         width: int,
         group_timeout_s: float,
         *,
+        form_timeout_s: float | None = None,
         device_index: int = 0,
     ) -> Self:
         """Like :meth:`GlooGroup.form`, on CUDA device ``device_index``; Misuse without CUDA.
 
-        The shape is not compared and NCCL connects at the first ``min``.
+        NCCL's own keys stay in the store under ``name``.
         """
         group = cls(name, ranks, rank, width)
         if not torch.cuda.is_available() or not _c10d.is_nccl_available():
             raise Misuse("NcclGroup needs CUDA and a torch built with NCCL: use GlooGroup")
+        limit_s = group_timeout_s if form_timeout_s is None else form_timeout_s
+        group._health.timeout_s = limit_s  # until it is formed
         group._device = torch.device("cuda", device_index)
         group._stream = torch.cuda.Stream(group._device)
-        group._options = _min_options(group_timeout_s)
-
-        def meet() -> Any:
-            prefix = _c10d.PrefixStore(name, store)
-            return _c10d.ProcessGroupNCCL(prefix, group.ranks.index(rank), group.size)
-
-        silent = f"store {_address(store)} hung while rank {rank} formed group {name}"
-        group._take(bounded(meet, group_timeout_s, silent))
+        silent = f"store {address(store)} hung while rank {rank} formed group {name}"
+        met = bounded(lambda: _meet_nccl(store, group, limit_s), 2 * limit_s + 1.0, silent)
+        group._take(met)
+        group._health.process_group = met
+        try:
+            group._post(np.zeros(width, dtype=np.int64)).wait(2 * limit_s)
+        except PeerLost as error:
+            group.close()
+            raise not_met(store, group, str(error)) from error
+        if rank == group.ranks[0]:
+            forget(store, group)
+        group._health.timeout_s = group_timeout_s
         return group
 
     def min(self, vector: Vector) -> Work:
-        """See :meth:`Group.min`."""
+        """See :meth:`Group.min`; :class:`ResourceError` with MAX_OUTSTANDING in flight."""
         self._check(vector)
-        host = torch.from_numpy(vector.copy()).pin_memory()
+        if self._health.is_broken:
+            raise self._health.lost("an earlier one did not end, which broke the group")
+        self._admit()
+        return self._post(vector)
+
+    def _post(self, vector: Vector) -> _NcclWork:
+        here = [int(member != self.rank) for member in self.ranks]
+        host = torch.from_numpy(np.append(vector, here)).pin_memory()
         event: Any = torch.cuda.Event()
         try:
             with torch.cuda.stream(self._stream):
                 device = host.to(self._device, non_blocking=True)
-                self._group.allreduce([device], self._options).wait()  # orders the stream only
+                options = _min_options(NEVER_S)
+                self._group.allreduce([device], options).wait()  # orders the stream only
                 host.copy_(device, non_blocking=True)
                 event.record(self._stream)
         except RuntimeError as error:
             raise self.lost(error) from None
-        return _NcclWork(self, host, device, event)
+        work = _NcclWork(self._health, host, device, event)
+        self._outstanding.append(work)
+        return work
+
+
+def _meet_nccl(store: RawStore, group: NcclGroup, limit_s: float) -> Any:
+    """Wait in the store until all have come: NCCL itself would wait for them without a bound."""
+    announce(store, group)
+    end_s = time.monotonic() + limit_s
+    try:
+        while absent(store, group):
+            if time.monotonic() >= end_s:
+                raise not_met(store, group, f"within {limit_s:g} s")
+            time.sleep(0.01)
+        options = _c10d.ProcessGroupNCCL.Options()
+        # When this has passed, torch's watchdog ends the process: what is late is ours to tell.
+        options._timeout = _timedelta(NEVER_S)
+        prefix, index = _c10d.PrefixStore(group.name, store), group.ranks.index(group.rank)
+        return _c10d.ProcessGroupNCCL(prefix, index, group.size, options)
+    except RuntimeError as error:
+        raise not_met(store, group, first_line(error)) from error

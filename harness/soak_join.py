@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 
 from cache.assembly import join_replica, make_mover
@@ -126,6 +127,8 @@ def _group(
 ) -> Group:
     group: Group = membership.group
     if config.backend == "nccl":
+        # Or torch ends the process when a peer dies, before anybody could say so.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         group = NcclGroup.form(
             open_tcp_store(host, port, config.deadline_s),
             "soak/nccl",

@@ -7,6 +7,7 @@ can run one. A simulated group joins by adding its crew to ``CREWS``.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist  # noqa: TID251  only to see that it stays untouched
 from numpy.typing import NDArray
 
+from consensus import group as group_module
 from consensus import janitor
 from consensus.errors import KvpactError, Misuse, PeerError, PeerLost, ResourceError, StoreSilent
 from consensus.group import (
@@ -80,14 +82,29 @@ class Crew(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------- the gloo crew
+# ------------------------------------------------------------------------------- the real crews
+
+REAL: dict[str, Any] = {"gloo": GlooGroup, "nccl": NcclGroup}
+#: Several ranks on one device, where there are not enough for all.
+SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-class GlooBench:
-    """A bench in a real process."""
+def _lacks_nccl(num_ranks: int) -> str:
+    """Why NCCL groups cannot be tried here; empty: they can."""
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return "no CUDA device, or a torch without NCCL"
+    cuda: Any = torch.cuda
+    if torch.cuda.device_count() < num_ranks and cuda.nccl.version() < (2, 30):
+        return f"{num_ranks} ranks need {num_ranks} CUDA devices, or NCCL 2.30 to share one"
+    return ""
 
-    def __init__(self, context: RankContext, scenario: str, serial: int) -> None:
+
+class RealBench:
+    """A bench in a real process, whose groups are of ``kind``: gloo or NCCL."""
+
+    def __init__(self, context: RankContext, kind: str, scenario: str, serial: int) -> None:
         self.rank = context.rank
+        self._kind = kind
         self.store: Store = TcpStore(context.store_host, context.store_port)
         self._raw = open_tcp_store(context.store_host, context.store_port, 10.0)
         self._name = f"{scenario}.{serial}"
@@ -95,7 +112,11 @@ class GlooBench:
     def form(
         self, ranks: Sequence[int], *, name: str = "", width: int = WIDTH, timeout_s: float = LONG_S
     ) -> Group:
-        return GlooGroup.form(
+        where: dict[str, Any] = {}
+        if self._kind == "nccl":
+            os.environ.update({SHARED: "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+            where["device_index"] = self.rank % torch.cuda.device_count()
+        return REAL[self._kind].form(
             self._raw,
             f"{self._name}.{name}",
             ranks,
@@ -103,6 +124,7 @@ class GlooBench:
             width,
             timeout_s,
             form_timeout_s=LONG_S,
+            **where,
         )
 
     def meeting(self) -> Store:
@@ -123,14 +145,15 @@ def run_scenarios(context: RankContext, args: Any) -> None:
         name, serial = context.receive(100.0)
         if name == "end":
             return
-        context.send(globals()[name](GlooBench(context, name, serial)))
+        context.send(globals()[name](RealBench(context, args, name, serial)))
 
 
-class GlooCrew:
+class RealCrew:
     """Real ranks that stay for many scenarios: starting one costs two seconds of torch."""
 
-    def __init__(self) -> None:
-        self._ranks = Launch(f"{__name__}:run_scenarios", NUM_RANKS, deadline_s=110.0)
+    def __init__(self, kind: str) -> None:
+        scenarios = f"{__name__}:run_scenarios"
+        self._ranks = Launch(scenarios, NUM_RANKS, [kind] * NUM_RANKS, deadline_s=110.0)
         self._serial = 0
 
     def __enter__(self) -> Self:
@@ -293,13 +316,17 @@ class SimCrew:
 
 
 CREWS: dict[str, Callable[[], contextlib.AbstractContextManager[Crew]]] = {
-    "gloo": GlooCrew,
+    "gloo": lambda: RealCrew("gloo"),
+    "nccl": lambda: RealCrew("nccl"),
     "sim": SimCrew,
 }
+NCCL = pytest.param("nccl", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(scope="module", params=sorted(CREWS))
+@pytest.fixture(scope="module", params=["gloo", NCCL, "sim"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    if request.param == "nccl" and (reason := _lacks_nccl(NUM_RANKS)):
+        pytest.skip(reason)
     with CREWS[request.param]() as ranks:
         yield ranks
 
@@ -692,13 +719,15 @@ def test_collectives_in_flight_have_a_limit(crew: Crew) -> None:
     assert crew.run(too_many_outstanding, [0, 1]) == [True, True]
 
 
-# --------------------------------------------------------------- gloo: killed and stopped ranks
+# --------------------------------------------------------------- real: killed and stopped ranks
 
 
 def meet_signals(context: RankContext, args: Any) -> Any:
     """Rank 2 is stopped for a while, then killed with collectives in flight; then rank 1 is."""
-    bench = GlooBench(context, "signals", 0)
-    group = bench.form(range(3), name="all")
+    bench = RealBench(context, args, "signals", 0)
+    # Who dies is noticed by gloo at once, and by NCCL only when the group's timeout has passed.
+    timeout_s = LONG_S if args == "gloo" else LONG_S / 4
+    group = bench.form(range(3), name="all", timeout_s=timeout_s)
     assert _is_right(group, range(3), 0)
     context.send("formed")
     assert context.receive(LONG_S) == "rank 2 is stopped"
@@ -716,7 +745,7 @@ def meet_signals(context: RankContext, args: Any) -> Any:
     _all_lost(works)
     group.close()
 
-    pair = bench.form([0, 1], name="pair")
+    pair = bench.form([0, 1], name="pair", timeout_s=timeout_s)
     assert _is_right(pair, [0, 1], 6)
     context.send("paired")
     if bench.rank == 1:
@@ -734,8 +763,11 @@ def _all_lost(works: Sequence[Any]) -> None:
     assert time.monotonic() - began_s < LONG_S / 2  # 3 ms on an idle machine
 
 
-def test_stopped_and_killed_ranks() -> None:
-    with Launch(f"{__name__}:meet_signals", 3, grace_s=LONG_S) as ranks:
+@pytest.mark.parametrize("kind", ["gloo", NCCL])
+def test_stopped_and_killed_ranks(kind: str) -> None:
+    if kind == "nccl" and (reason := _lacks_nccl(3)):
+        pytest.skip(reason)
+    with Launch(f"{__name__}:meet_signals", 3, [kind] * 3, grace_s=LONG_S) as ranks:
         assert [ranks.receive(rank, 90.0) for rank in range(3)] == ["formed"] * 3
         ranks.signal(2, signal.SIGSTOP)
         for rank in range(3):
@@ -759,7 +791,7 @@ def test_stopped_and_killed_ranks() -> None:
 
 def leave_untidily(context: RankContext, args: Any) -> None:
     """Return with a collective in flight, in an open or closed group, and a hanging store call."""
-    bench = GlooBench(context, "untidy", 0)
+    bench = RealBench(context, "gloo", "untidy", 0)
     groups = [bench.form([0, 1], name=str(number), timeout_s=80.0) for number in range(2)]
     groups[bench.rank].min(_vector(bench.rank, 0))
     bench.reach("posted")
@@ -888,3 +920,62 @@ def test_nccl_without_cuda_says_so(served: tuple[Any, int]) -> None:
     raw = open_tcp_store("127.0.0.1", served[1], 5.0)
     with pytest.raises(Misuse, match="CUDA"):
         NcclGroup.form(raw, "nccl", [0], 0, 4, 1.0)
+
+
+class PretendedDevice:
+    """Events that pass, and communicators that are aborted, when a test says so."""
+
+    def __init__(self) -> None:
+        self.has_passed = False
+        self.num_aborts = 0
+
+    def query(self) -> bool:
+        return self.has_passed
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self.has_passed = True  # as CUDA does: the stream goes on, with whatever is in the buffer
+
+
+def _nccl_work(timeout_s: float, arrived: Sequence[int]) -> tuple[PretendedDevice, Any, Any]:
+    device = PretendedDevice()
+    health = group_module._Health("pretended", len(arrived))
+    health.timeout_s, health.process_group = timeout_s, device
+    host = torch.tensor([7, 8, *arrived])
+    return device, health, group_module._NcclWork(health, host, host, device)
+
+
+def test_a_collective_of_nccl_is_done_when_every_rank_has_put_something_in() -> None:
+    device, health, work = _nccl_work(LONG_S, [0, 0, 0])
+    assert not work.done()
+    assert not work.wait(0.001)
+    with pytest.raises(Misuse, match="before the collective is done"):
+        work.result()
+    device.has_passed = True
+    assert work.wait(0.0)
+    assert work.result().tolist() == [7, 8]
+    assert not health.is_broken
+
+
+def test_an_aborted_collective_of_nccl_is_no_result() -> None:
+    device, health, work = _nccl_work(LONG_S, [0, 1, 0])
+    device.has_passed = True
+    for ask in (work.done, work.result):
+        with pytest.raises(PeerLost):
+            ask()
+    assert health.is_broken
+    assert work.is_completed(), "the janitor does not wait for it"
+
+
+def test_a_collective_of_nccl_that_outlives_the_timeout_breaks_its_group() -> None:
+    device, health, work = _nccl_work(0.05, [0, 0])
+    _, _, other = _nccl_work(LONG_S, [0, 0])
+    other._health = health
+    with pytest.raises(PeerLost, match=r"within 0.05 s"):
+        work.wait(LONG_S)
+    assert device.num_aborts == 1
+    assert device.has_passed
+    for late in (work, other):
+        with pytest.raises(PeerLost, match="broken"):
+            late.done()
+    assert device.num_aborts == 1
