@@ -53,13 +53,13 @@ class Backup:
         carriage = self._carriages[intent.serial]
         source, inserts = self._insertion.sources(carriage.nodes)
 
-        def on_end(ok: bool) -> None:
+        def on_end(_: int, ok: bool) -> None:
             for insert in inserts:
                 self._insertion.reader_ended(insert)
             self._tiers.manager.mark_ended(intent, None if ok else 0)
 
         side = self._tiers.side.copies(carriage.nodes, carriage, inserts)
-        self._tiers.desk.add(Direction.TO_HOST, source, carriage.pages, on_end, side)
+        self._tiers.desk.add(Direction.TO_HOST, [(source, carriage.pages)], on_end, side)
 
     def _publish(self, carriage: Carriage) -> None:
         """The nodes are on HOST now; their bytes may still be on the way."""

@@ -1,10 +1,10 @@
 """Buffer-only mode: the host is staging, never a cache. One merged copy per flush.
 
-Intents queue without pins. A flush stages every admitted intent (host staging pages, a device pin;
-no device page is allocated or freed), submits all of them as one copy, and posts one ballot. Where
-staging runs out, on any rank, the intent at that place and all behind it stay in line in their
-order, and the earlier ones go. The agreed end of the copy releases the device pins; the staging
-pages go on to the storage write and come back with *its* agreed end.
+Nodes queue without pins. A flush stages every admitted node (host staging pages, a device pin; no
+device page is allocated or freed), submits all of them as one copy, and is one intent in the
+ballot. Where staging runs out, on any rank, the node at that place and all behind it stay in line
+in their order, and the earlier ones go. The agreed end of the copy releases the device pins; the
+staging pages go on to the storage write of each node and come back with *its* agreed end.
 
     add -> stage, copy -> vote -> ended on all: device unpinned -> storage write -> staging free
 """
@@ -12,13 +12,16 @@ pages go on to the storage write and come back with *its* agreed end.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 from cache.backup import Backup
 from cache.insertion import Insertion
+from cache.mover import Direction
 from cache.node import Carriage, Node, Residency, Tier
 from cache.storage_tier import StorageTier
 from cache.tiers import Tiers
 from consensus.participant import Intent
+from consensus.transaction import State
 
 __all__ = ["BufferFlush"]
 
@@ -40,8 +43,9 @@ class BufferFlush(Backup):
         self._storage = storage
         self._queue: deque[Node] = deque()
         self._queue_nodes_max = queue_nodes_max
-        self._deferred: list[Node] = []
-        self._staged: dict[int, list[int]] = {}  # storage writes' own staging pages, by serial
+        self._deferred: dict[int, list[Node]] = {}  # by the serial of the intent
+        self._staged: dict[int, list[int]] = {}  # storage writes' own staging pages
+        self._num_written = 0
 
     # -- the queue -------------------------------------------------------------------------------
 
@@ -64,33 +68,55 @@ class BufferFlush(Backup):
         return len(self._queue)
 
     def plan(self) -> None:
-        """Open an intent for each queued node, in order, as far as staging goes.
+        """Open intents for what waits, in order, as far as staging goes.
 
-        Each has the one before it as its parent: so the first that is refused anywhere keeps all
-        behind it in line, on every rank.
+        One intent carries a whole run of nodes and is elastic: the verdict is how many of them,
+        from the first on, every rank could stage. Each run has the one before it as its parent: so
+        the first node that is refused anywhere keeps all behind it in line, on every rank.
         """
         if not self._storage.is_attached:
             self._forget_queue()
         previous: Intent | None = None
+        while run := self._take_run():
+            intent = self._open(run, previous)
+            if intent is None:
+                self._put_back(run)
+                break
+            previous = intent
+        self.num_deferred += sum(1 for node in self._queue if node.is_queued)
+
+    def _take_run(self) -> list[Node]:
+        """Take from the head of the line what fits and one verdict can be about.
+
+        A node whose insert is undecided comes alone: if that is refused, it is for this node only.
+        """
+        run: list[Node] = []
+        if not self._queue:
+            return run
+        left = self._tiers.manager.room(Tier.HOST.value)
         while self._queue:
-            # A split leaves the mark on both halves but only the lower one in the queue.
-            chain: list[Node] = []
-            node: Node | None = self._queue[0]
-            while node is not None and node.is_queued:
-                chain.append(node)
-                node = node.parent
-            for node in reversed(chain):
+            for node in _queued_path(self._queue[0]):
                 is_there = node.is_alive and self._insertion.is_readable(node)
                 if not is_there or self._is_too_large(node):
                     node.is_queued = False
                     continue
-                intent = self._open(node, previous)
-                if intent is None:
-                    self.num_deferred += sum(1 for other in self._queue if other.is_queued)
-                    return
+                is_alone = node.device.state is Residency.RESERVED
+                if node.num_pages > left or (run and is_alone):
+                    return run
                 node.is_queued = False
-                previous = intent
+                run.append(node)
+                left -= node.num_pages
+                if is_alone:
+                    return run
             self._queue.popleft()
+        return run
+
+    def _put_back(self, nodes: list[Node]) -> None:
+        """To the head of the line, in their order."""
+        for node in reversed(nodes):
+            if node.is_alive and not node.is_queued:
+                node.is_queued = True
+                self._queue.appendleft(node)
 
     def _forget_queue(self) -> None:
         """Storage is off, or about to be: nothing new is written."""
@@ -112,25 +138,30 @@ class BufferFlush(Backup):
         self._tiers.manager.note("no room", Tier.HOST.value, node.node_id)
         return True
 
-    def _open(self, node: Node, previous: Intent | None) -> Intent | None:
+    def _open(self, run: list[Node], previous: Intent | None) -> Intent | None:
         tiers = self._tiers
-        if tiers.manager.room(Tier.HOST.value) < node.num_pages:
-            return None
         parents = [previous] if previous is not None else []
-        if node.device.state is Residency.RESERVED and node.device.carriage is not None:
-            inserted = node.device.carriage.intent
-            if inserted is not None:
-                parents.append(inserted)
+        insert = run[0].device.carriage
+        if run[0].device.state is Residency.RESERVED and insert is not None and insert.intent:
+            parents.append(insert.intent)
+        carriage = Carriage(Tier.HOST, run, None)
         intent = tiers.manager.open(
-            self.kind, node.node_id, {Tier.HOST.value: node.num_pages}, self, parents=parents
+            self.kind,
+            run[0].node_id,
+            {Tier.HOST.value: carriage.num_pages},
+            self,
+            minimum=run[0].num_pages,
+            parents=parents,
         )
         if intent is None:
             return None
-        carriage = Carriage(Tier.HOST, [node], None)
+        if len(run) > 1:
+            tiers.manager.note("flush", intent.serial, *[node.node_id for node in run])
         carriage.intent = intent
         carriage.follow()
         self._carriages[intent.serial] = carriage
-        tiers.tree.pin(node, Tier.DEVICE)
+        for node in run:
+            tiers.tree.pin(node, Tier.DEVICE)
         return intent
 
     def _is_staged(self, node: Node) -> bool:
@@ -138,51 +169,106 @@ class BufferFlush(Backup):
 
     # -- participant -----------------------------------------------------------------------------
 
+    def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
+        """Staging for whole nodes, from the first on, as far as it goes."""
+        carriage = self._carriages[intent.serial]
+        staging = self._tiers.pools[Tier.HOST]
+        for node in carriage.nodes[: self._tiers.desk.room]:
+            pages = staging.reserve(node.num_pages)
+            if pages is None:
+                break
+            carriage.pages += pages
+        return len(carriage.pages)
+
+    def start(self, intent: Intent) -> None:
+        """Put a part per node into the merged copy of this step."""
+        carriage = self._carriages[intent.serial]
+        staged = carriage.first(len(carriage.pages))
+        source, inserts = self._insertion.sources(staged)
+        pairs: list[tuple[list[int], list[int]]] = []
+        start = 0
+        for node in staged:
+            end = start + node.num_pages
+            pairs.append((source[start:end], carriage.pages[start:end]))
+            start = end
+        carriage.expect_parts([node.num_pages for node in staged])
+        on_end = partial(self._part_ended, carriage, inserts)
+        self._tiers.desk.add(Direction.TO_HOST, pairs, on_end)
+
+    def _part_ended(
+        self, carriage: Carriage, inserts: list[Carriage], index: int, ok: bool
+    ) -> None:
+        good = carriage.part_ended(index, ok)
+        if good is None or carriage.intent is None:
+            return
+        for insert in inserts:
+            self._insertion.reader_ended(insert)
+        self._tiers.manager.mark_ended(carriage.intent, good)
+
     def commit(self, intent: Intent) -> None:
         """Staged on every rank. Nothing is published on HOST: this is no cache."""
-        self.num_commits += 1
+        carriage = self._carriages[intent.serial]
+        agreed = carriage.first(intent.agreed)
+        self.num_commits += len(agreed)
+        self._defer(intent, carriage.nodes[len(agreed) :])
 
     def abort(self, intent: Intent) -> None:
         """Some rank had no staging for it, or for one before it: it keeps its place in line."""
-        carriage = self._carriages[intent.serial]
-        if intent.cause == "withdrawn" or not all(node.is_alive for node in carriage.nodes):
-            self.num_aborts += 1
-            return
-        self.num_deferred += 1
-        self._deferred += carriage.nodes
+        nodes = self._carriages[intent.serial].nodes
+        alive = [node for node in nodes if node.is_alive]
+        self.num_aborts += len(nodes) - len(alive)
+        self._defer(intent, alive)
+
+    def _defer(self, intent: Intent, nodes: list[Node]) -> None:
+        self.num_deferred += len(nodes)
+        self._deferred.setdefault(intent.serial, [])[:0] = nodes
 
     def requeue(self) -> None:
         """A ballot was settled: what it deferred goes back to the head of the line, in order."""
-        for node in reversed(self._deferred):
-            if node.is_alive and not node.is_queued:
-                node.is_queued = True
-                self._queue.appendleft(node)
+        for serial in sorted(self._deferred, reverse=True):
+            self._put_back(self._deferred[serial])
         self._deferred.clear()
 
     def ended(self, intent: Intent) -> None:
-        """The copy has ended on all ranks: unpin the device, hand the staging to the write."""
+        """The copy has ended on all ranks: unpin the device, hand the staging to the writes.
+
+        A node whose copy failed is not stored; those behind it are copied again. Of a copy that
+        hung nobody knows: the next insert proposes its nodes again.
+        """
         carriage = self._carriages.pop(intent.serial)
         for node in carriage.nodes:
             self._tiers.tree.unpin(node, Tier.DEVICE)
         carriage.unfollow()
-        if not intent.is_committed or carriage.is_void:
-            if intent.is_committed:
-                self._tiers.manager.ledger.refund(Tier.HOST.value, len(carriage.pages))
-            self._tiers.pools[Tier.HOST].free(carriage.pages)
-            return
-        pages = carriage.pages
-        for node in carriage.nodes:
-            node.is_stored = True
+        kept = intent.result if intent.state is State.DONE else 0
+        agreed = carriage.first(intent.agreed)
+        arrived = carriage.first(kept)
+        if carriage.is_void:
+            self._tiers.manager.ledger.refund(Tier.HOST.value, kept)
+            kept, arrived = 0, []
+            self._defer(intent, agreed)  # those that lost their source are not readable
+        elif intent.state is not State.QUARANTINED:
+            self._defer(intent, agreed[len(arrived) + 1 :])
+        self._tiers.pools[Tier.HOST].free(carriage.pages[kept:])
+        start = 0
+        for node in arrived:
+            self._hand_over(node, carriage.pages[start : start + node.num_pages])
+            start += node.num_pages
+
+    def _hand_over(self, node: Node, pages: list[int]) -> None:
+        """The staging ``pages`` are those of the storage write of ``node`` from now on."""
+        self._num_written += 1
+        number = self._num_written
+        node.is_stored = True
 
         def released(nodes: list[Node], stored: int) -> None:
-            del self._staged[intent.serial]
+            del self._staged[number]
             for node in nodes:
                 stored -= node.num_pages
                 node.is_stored = stored >= 0  # else the next insert proposes it again
             self._tiers.free(Tier.HOST, pages)
 
-        self._staged[intent.serial] = pages
-        self._storage.storing.add(carriage.nodes, pages, released)
+        self._staged[number] = pages
+        self._storage.storing.add([node], pages, released)
 
     def held_pages(self) -> list[int]:
         """Staging pages of this rank: of copies, and of storage writes."""
@@ -198,3 +284,14 @@ class BufferFlush(Backup):
         self._queue.clear()
         self._deferred.clear()
         self._staged.clear()
+
+
+def _queued_path(node: Node) -> list[Node]:
+    """A split leaves the mark on both halves but only the lower one in the queue."""
+    path: list[Node] = []
+    at: Node | None = node
+    while at is not None and at.is_queued:
+        path.append(at)
+        at = at.parent
+    path.reverse()
+    return path

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from cache.mover import Direction, Mover, Part
+from cache.mover import Direction, Mover, Part, joined
 from cache.node import Tier
 from cache.page_pool import PagePool
 from cache.side_pools import SidePool
@@ -24,14 +24,17 @@ _KV = ""
 
 #: Source and target pages.
 Pair = tuple[Sequence[int], Sequence[int]]
+#: Which of the pairs has ended, and whether it went well.
+OnEnd = Callable[[int, bool], None]
 
 
 class _Copy:
     """What one node asked for: done when its part on every route has ended."""
 
-    __slots__ = ("left", "ok", "on_end")
+    __slots__ = ("index", "left", "ok", "on_end")
 
-    def __init__(self, left: int, on_end: Callable[[bool], None]) -> None:
+    def __init__(self, index: int, left: int, on_end: OnEnd) -> None:
+        self.index = index
         self.left = left
         self.ok = True
         self.on_end = on_end
@@ -48,12 +51,17 @@ class _Route:
         self.waiting: dict[Direction, list[Part]] = {direction: [] for direction in Direction}
         self.running: dict[int, tuple[Direction, Part, _Copy]] = {}
 
-    def add(self, direction: Direction, part: Part, copy: _Copy) -> None:
-        self.waiting[direction].append(part)
-        self.running[part.ticket] = (direction, part, copy)
+    def add(
+        self, direction: Direction, ticket: int, pairs: Sequence[Pair], copies: list[_Copy]
+    ) -> None:
+        waiting, running = self.waiting[direction], self.running
+        for number, ((source, target), copy) in enumerate(zip(pairs, copies, strict=True), ticket):
+            part = Part(number, source, target)
+            waiting.append(part)
+            running[number] = (direction, part, copy)
         from_tier, to_tier = _TIERS[direction]
-        self.pools[from_tier].hold(part.source)
-        self.pools[to_tier].hold(part.target)
+        self.pools[from_tier].hold(joined([source for source, _ in pairs]))
+        self.pools[to_tier].hold(joined([target for _, target in pairs]))
 
     def submit(self, direction: Direction) -> None:
         parts = self.waiting[direction]
@@ -75,7 +83,7 @@ class _Route:
 
 
 class CopyDesk:
-    """One per rank; ``on_end(ok)`` of a node is called in :meth:`collect`, never from a thread.
+    """One per rank. ``on_end(index, ok)`` is called in :meth:`collect`, never from a thread.
 
     ``verifies``: compare the bytes of each copy at its end; what differs counts as failed.
     """
@@ -106,22 +114,23 @@ class CopyDesk:
     def add(
         self,
         direction: Direction,
-        source: Sequence[int],
-        target: Sequence[int],
-        on_end: Callable[[bool], None],
+        pairs: Sequence[Pair],
+        on_end: OnEnd,
         side: Mapping[str, Pair] | None = None,
-    ) -> int:
-        """Queue one node's part for the copy of this step, with those of its side pools.
+    ) -> range:
+        """Queue parts for the copy of this step, each with source and target pages of its own.
 
-        Returns the ticket of its KV part.
+        ``side`` are pages of side pools that go with the last of them. Nobody may change the lists
+        afterwards. Returns the tickets.
         """
-        pairs: dict[str, Pair] = {_KV: (source, target), **(side or {})}
-        copy = _Copy(len(pairs), on_end)
-        self._last_ticket += 1
-        for name, (from_pages, to_pages) in pairs.items():
-            part = Part(self._last_ticket, list(from_pages), list(to_pages))
-            self._routes[name].add(direction, part, copy)
-        return self._last_ticket
+        first = self._last_ticket + 1
+        self._last_ticket += len(pairs)
+        copies = [_Copy(index, 1, on_end) for index in range(len(pairs))]
+        self._routes[_KV].add(direction, first, pairs, copies)
+        for name, pair in (side or {}).items():
+            copies[-1].left += 1
+            self._routes[name].add(direction, self._last_ticket, [pair], copies[-1:])
+        return range(first, self._last_ticket + 1)
 
     def submit(self) -> None:
         """Start what was queued: one merged copy per direction and route, loads first."""
@@ -140,7 +149,7 @@ class CopyDesk:
                 route.release(direction, part)
                 copy.left -= 1
                 if copy.left == 0:
-                    copy.on_end(copy.ok)
+                    copy.on_end(copy.index, copy.ok)
 
     @property
     def num_running(self) -> int:

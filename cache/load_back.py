@@ -272,26 +272,15 @@ class LoadBack:
             position += node.num_pages
             if target:
                 parts.append((node.host.pages[: len(target)], target))
-        carriage.num_copies = len(parts)
-        carriage.good = [(len(target), False) for _, target in parts]
+        carriage.expect_parts([len(target) for _, target in parts])
         side = self._tiers.side.copies(carriage.nodes, carriage, [])
-        for index, (source, target) in enumerate(parts):
-            on_end = partial(self._part_ended, carriage, index)
-            beside = side if index == len(parts) - 1 else {}
-            ticket = self._tiers.desk.add(Direction.TO_DEVICE, source, target, on_end, beside)
-            carriage.copy_tickets.append(ticket)
+        on_end = partial(self._part_ended, carriage)
+        carriage.copy_tickets += self._tiers.desk.add(Direction.TO_DEVICE, parts, on_end, side)
 
     def _part_ended(self, carriage: Carriage, index: int, ok: bool) -> None:
-        """One part has ended on this rank; after the last one, so many leading pages are good."""
-        carriage.num_copies -= 1
-        carriage.good[index] = (carriage.good[index][0], ok)
-        if carriage.num_copies or carriage.intent is None:
+        good = carriage.part_ended(index, ok)
+        if good is None or carriage.intent is None:
             return
-        good = 0
-        for num_pages, went_well in carriage.good:
-            if not went_well:
-                break
-            good += num_pages
         if len(carriage.intent.need) > 1:  # over several pools it is all or nothing
             self._tiers.manager.mark_ended(
                 carriage.intent, None if good == carriage.num_pages else 0

@@ -18,7 +18,8 @@ Tokens = NDArray[np.int32]
 STORAGE = "storage"
 
 
-class Tier(enum.Enum):
+# A string, because it is hashed on the hot path and the hash of a plain Enum is Python code.
+class Tier(enum.StrEnum):
     """Where pages live. The value is the name of the pool."""
 
     DEVICE = "device"
@@ -231,6 +232,34 @@ class Carriage:
         """The part of ``pages`` that is for ``node``."""
         start = self.position_of(node)
         return self.pages[start : start + node.num_pages]
+
+    def first(self, num_pages: int) -> list[Node]:
+        """The leading nodes that have whole ``num_pages`` together."""
+        taken: list[Node] = []
+        for node in self.nodes:
+            num_pages -= node.num_pages
+            if num_pages < 0:
+                break
+            taken.append(node)
+        return taken
+
+    def expect_parts(self, sizes: list[int]) -> None:
+        """Its copy has a part of so many pages each; all are running."""
+        self.num_copies = len(sizes)
+        self.good = [(size, False) for size in sizes]
+
+    def part_ended(self, index: int, ok: bool) -> int | None:
+        """A part has ended on this rank; after the last one, how many leading pages are good."""
+        self.num_copies -= 1
+        self.good[index] = (self.good[index][0], ok)
+        if self.num_copies:
+            return None
+        good = 0
+        for num_pages, went_well in self.good:
+            if not went_well:
+                break
+            good += num_pages
+        return good
 
     def attach(self) -> None:
         """From now on the nodes know of it."""

@@ -34,7 +34,8 @@ class Desk:
 
     def back_up(self, name: str, num_pages: int = 2) -> tuple[list[int], list[int]]:
         source, target = self.take(Tier.DEVICE, num_pages), self.take(Tier.HOST, num_pages)
-        self.desk.add(Direction.TO_HOST, source, target, lambda ok: self.ended.append((name, ok)))
+        pairs = [(source, target)]
+        self.desk.add(Direction.TO_HOST, pairs, lambda _, ok: self.ended.append((name, ok)))
         return source, target
 
 
