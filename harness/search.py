@@ -24,7 +24,8 @@ from rich.console import Console
 from harness.quiet import quiet
 from harness.search_checks import broken
 from harness.search_digest import digest
-from harness.search_world import TICK_S, Crash, Member, Setting, World
+from harness.search_net import Crash
+from harness.search_world import TICK_S, Member, Setting, World
 
 __all__ = ["LARGE", "SMALL", "Action", "Found", "explore", "replay", "search"]
 
@@ -85,10 +86,9 @@ def _choices(world: World, member: Member) -> Iterator[tuple[str, str]]:
     calls = [world.script[place]] if place in world.script else [""]
     if place not in world.script and world.withdraws:
         calls += [str(intent.key) for intent in member.manager.open_intents]
-    keys = [wish.key for wish in member.due()] if world.setting.refusals else []
-    for num_refused in range(len(keys) + 1):
-        for refused in itertools.combinations(keys, num_refused):
-            yield from ((" ".join(refused), call) for call in calls)
+    grants = [["", *wish.grants] for wish in member.due()] if world.setting.refusals else []
+    for refused in itertools.product(*grants):
+        yield from ((" ".join(filter(None, refused)), call) for call in calls)
 
 
 def _endings(world: World, member: Member) -> Iterator[Action]:
@@ -99,7 +99,9 @@ def _endings(world: World, member: Member) -> Iterator[Action]:
         if intent.is_open and not intent.local_ended and intent.vote and (is_timed or is_idle):
             yield "end", member.rank, key
             if world.failures:
-                yield "fail", member.rank, key
+                yield "fail", member.rank, key, 0
+                if intent.minimum < intent.vote:
+                    yield "fail", member.rank, key, intent.vote - 1
 
 
 def _apply(world: World, action: Action, visible_max: int = -1) -> int:
@@ -118,7 +120,7 @@ def _apply(world: World, action: Action, visible_max: int = -1) -> int:
             member.manager.mark_ended(member.intents[str(action[2])])
         case "fail":
             world.failures -= 1
-            member.manager.mark_ended(member.intents[str(action[2])], 0)
+            member.manager.mark_ended(member.intents[str(action[2])], int(action[3]))
         case "stop":
             member.stops(str(action[2]))
         case "dies in":
@@ -303,6 +305,9 @@ SMALL: Final = (
     *_settings(2, (0,), relation="child", refusals=False, withdraws=1),
     *_settings(2, (0,), relation="child", refusals=False, failures=1),
     *_settings(2, (0,), relation="line", refusals=False, faults=("crash",)),
+    *_settings(2, (0,), relation="child", elastic=True),
+    *_settings(2, (0,), relation="heir", elastic=True),
+    *_settings(2, (0,), relation="child", elastic=True, refusals=False, failures=1),
 )
 
 #: Minutes to hours: everything that is promised to have been searched.
@@ -320,6 +325,16 @@ LARGE: Final = (
             *_settings(3, (0,), relation=relation, refusals=False),
         )
     ),
+    *(
+        setting
+        for relation in ("child", "heir")
+        for setting in (
+            *_settings(2, (0, 1, 2), relation=relation, elastic=True),
+            *_settings(2, (0, 1), relation=relation, elastic=True, failures=1),
+            *_settings(2, (0, 1), relation=relation, elastic=True, withdraws=1),
+        )
+    ),
+    *_settings(2, (0, 1), relation="apart", elastic=True, failures=1),
     *_settings(2, (0, 1, 2), relation="line", refusals=False, ticks=3),
     *_settings(2, (0, 1), relation="line", refusals=False, ticks=1, faults=("crash",)),
     *_settings(2, (0, 1, 2), refusals=False, faults=("stray",), policy="reset"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from consensus.errors import InternalError
+from consensus.participant import Intent
 from consensus.transaction import State
-from harness.search_world import LIMITS, POOLS, TICK_S, WISHES, Member, World
+from harness.search_world import LIMITS, POOLS, TICK_S, Member, Wish, World
 
 __all__ = ["broken"]
 
@@ -56,13 +57,13 @@ def _accounts(member: Member) -> Iterator[str]:
 
 def _intents(member: Member) -> Iterator[str]:
     """Publishing, and what holds pages."""
-    for wish in WISHES:
+    for wish in member.world.setting.wishes:
         intent = member.intents.get(wish.key)
         is_published = wish.key in member.published
         if is_published and (intent is None or intent.state not in _PUBLISHED):
             yield f"{wish.key} is published, but {intent!r}"
         held = member.held.get(wish.key, {})
-        if held and held != wish.need:
+        if held and not _is_enough(wish, held, wish.minimum or 0):
             yield f"{wish.key} holds {held} instead of {wish.need} or nothing"
         if intent is None or intent.epoch != member.manager.epoch or _is_between(member):
             continue
@@ -71,9 +72,17 @@ def _intents(member: Member) -> Iterator[str]:
         if intent.state in (State.REFUSED, State.VOTED_NO) and held:
             yield f"{intent!r} was refused and holds {held}"
         parent = member.intents.get("first")
-        is_child = member.world.setting.relation == "child" and wish.key == "second"
+        is_child = member.world.setting.has_child and wish.key == "second"
         if is_child and is_published and (parent is None or parent.key not in member.published):
             yield f"{intent!r} is published, but what it builds on is not: {parent!r}"
+        elif is_child and is_published and parent is not None and _is_part(parent):
+            yield f"{intent!r} is published, but what it builds on is there in part: {parent!r}"
+
+
+def _is_part(intent: Intent) -> bool:
+    """It was published, but not all of what it asked for (told apart from Intent.is_whole)."""
+    came = intent.result if intent.state is State.DONE else intent.agreed
+    return came < sum(intent.need.values())
 
 
 def _is_between(member: Member) -> bool:
@@ -112,7 +121,7 @@ def _agreement(world: World) -> Iterator[str]:
 def _atomicity(world: World) -> Iterator[str]:
     """What one rank has committed is held on every rank; what is decided is so everywhere."""
     members = [member for member in world.alive if not _is_between(member)]
-    for wish in WISHES:
+    for wish in world.setting.wishes:
         found = [
             (member, member.intents[wish.key])
             for member in members
@@ -124,11 +133,20 @@ def _atomicity(world: World) -> Iterator[str]:
         if State.COMMITTED not in states:
             continue
         for member, intent in found:
-            has = member.held.get(wish.key)
-            if intent.state in (State.VOTED, State.COMMITTED) and has != wish.need:
+            has = member.held.get(wish.key, {})
+            agreed = max(one.agreed for _, one in found)
+            if intent.state is State.COMMITTED and intent.agreed != agreed:
+                yield f"{wish.key}: {intent.agreed} pages on rank {member.rank}, {agreed} elsewhere"
+            if intent.state in (State.VOTED, State.COMMITTED) and not _is_enough(wish, has, agreed):
                 yield f"{wish.key} is committed, but rank {member.rank} holds {has}"
             if intent.state in _NOT_HELD:
                 yield f"{wish.key} is committed, but {intent.state.value} on rank {member.rank}"
+
+
+def _is_enough(wish: Wish, held: dict[str, int], agreed: int) -> bool:
+    if wish.minimum is None:
+        return held == wish.need
+    return agreed <= sum(held.values()) <= sum(wish.need.values())
 
 
 def _outcome(world: World) -> Iterator[str]:

@@ -89,7 +89,7 @@ def _member(member: Member, view: _View) -> list[Any]:
     if member.error is not None or member.bug:
         return [member.rank, member.error, member.bug, member.manager.settled_step - view.base]
     pages = [member.free, member.held, member.tree, member.stuck, sorted(member.published)]
-    planned = sorted(key for key in member.refuse if key not in member.intents)
+    planned = sorted(one for one in member.refuse if one.partition(":")[0] not in member.intents)
     loop = [member.is_idle, member.iteration - view.base, [] if member.is_idle else planned]
     intents = [[key, _intent(one, member, view)] for key, one in member.intents.items()]
     return [

@@ -7,23 +7,21 @@ who dies is always an *action* from outside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 
-from consensus.ballot import Schema, Vector
-from consensus.collective import Work
-from consensus.errors import InternalError, KvpactError, Misuse, PeerLost
+from consensus.ballot import Schema
+from consensus.errors import InternalError, KvpactError, Misuse
 from consensus.journal import Journal, Value
 from consensus.manager import TransactionManager
 from consensus.participant import Intent, Outcome, OutcomeKind
-from consensus.report import LastSeen, Policy, Seal
+from consensus.report import Policy, Seal
 from consensus.step import StepLimits, Stepper
 from consensus.transaction import State
+from harness.search_net import SearchGroup, SearchNet
 
-__all__ = ["LIMITS", "TICK_S", "WISHES", "Crash", "Member", "Setting", "Wish", "World"]
+__all__ = ["LIMITS", "POOLS", "TICK_S", "Member", "Setting", "Wish", "World"]
 
 TICK_S = 1.0
 #: One tick outlives a copy's timeout and a grace, two outlive a deadline.
@@ -31,27 +29,39 @@ LIMITS = StepLimits(
     warn_s=1e6, deadline_s=2.0, grace_s=0.5, slice_s=0.1, pause_s=1e-9, progress_s=1e6
 )
 COPY_TIMEOUT_S = 0.5
-_CALLS_KEPT = 8  # more than any rank can be behind
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """An intent that the engine opens; it waits where there is no slot."""
+    """An intent that the engine opens; it waits where there is no slot. ``minimum`` pages: elastic.
+
+    ``grants`` are the words for what a rank that lacks pages can say of it.
+    """
 
     key: str
     need: dict[str, int]
+    minimum: int | None = None
+
+    @property
+    def grants(self) -> list[str]:
+        """Its key: nothing. With a number: so many pages of an elastic one."""
+        return [self.key] + [f"{self.key}:1"] * (self.minimum is not None)
 
 
-WISHES = (Wish("first", {"a": 1, "b": 1}), Wish("second", {"a": 2}))
+_WHOLE = (Wish("first", {"a": 1, "b": 1}), Wish("second", {"a": 2}))
+_ELASTIC = (Wish("first", {"a": 2}, minimum=1), Wish("second", {"a": 1, "b": 1}))
 POOLS = {"a": 3, "b": 1}
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What may happen in a world. ``relation``: the second wish is ``apart`` from the first, its
-    ``child``, or waits in ``line`` for the only slot. ``faults``: kinds, of which one happens."""
+    ``child``, an ``heir`` (a child that is opened once the first is decided), or waits in ``line``
+    for the only slot. ``elastic``: the first may get less than it
+    asks for. ``faults``: kinds, of which one happens."""
 
     ranks: int = 2
     lag: int = 0
     relation: str = "apart"
+    elastic: bool = False
     refusals: bool = True
     withdraws: int = 0
     failures: int = 0
@@ -60,145 +70,24 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "raise"
 
     @property
+    def wishes(self) -> tuple[Wish, ...]:
+        """What the engine of every rank opens."""
+        return _ELASTIC if self.elastic else _WHOLE
+
+    @property
+    def has_child(self) -> bool:
+        """The second wish builds on the first."""
+        return self.relation in ("child", "heir")
+
+    @property
     def name(self) -> str:
         """All of it in one line."""
         words = [f"{self.ranks} ranks", f"lag {self.lag}", self.relation]
+        words += ["elastic"] * self.elastic
         words += ["refusals"] * self.refusals
         words += ["withdrawal"] * self.withdraws + ["failure"] * self.failures
         words += [f"{self.ticks} ticks"] * bool(self.ticks) + list(self.faults)
         return ", ".join([*words, *[self.policy] * (self.policy != "raise")])
-
-
-class Crash(BaseException):
-    """The process of this rank ends here: no code of ours can catch it."""
-
-
-class SearchNet:
-    """Pairs the k-th call of every rank in each epoch, as raw gloo does, and is the store.
-
-    Counts what becomes visible to others, and ends the process of who has said enough. ``left``
-    are ranks that closed the group of an epoch: who still waits for them there learns it.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.now_s = 0.0
-        self.dead: list[int] = []
-        self.left: list[tuple[int, int]] = []
-        self.calls: dict[tuple[int, int], dict[int, Vector]] = {}
-        self.values: dict[str, bytes] = {}
-        self.num_visible = 0
-        self.visible_max = -1
-
-    def shows(self) -> None:
-        """Something is about to become visible to others."""
-        if self.num_visible == self.visible_max:
-            raise Crash
-        self.num_visible += 1
-
-    def put(self, rank: int, index: tuple[int, int], vector: Vector) -> None:
-        """A call of ``rank``: its epoch, and which one it is there."""
-        self.shows()
-        self.calls.setdefault(index, {})[rank] = vector.copy()
-        self.calls.pop((index[0], index[1] - _CALLS_KEPT), None)
-
-    def take(self, index: tuple[int, int]) -> Vector | None:
-        """The minimum over all ranks. Raises :class:`PeerLost` where it cannot come any more."""
-        found = self.calls[index]
-        if len(found) == self.size:
-            return np.minimum.reduce([found[rank] for rank in sorted(found)])
-        gone = [*self.dead, *(rank for rank, epoch in self.left if epoch == index[0])]
-        if any(rank not in found for rank in gone):
-            raise PeerLost("the connection was closed by a peer", ranks=tuple(sorted(gone)))
-        return None
-
-    # Out of band (consensus.epoch.Locator).
-
-    def is_gone(self, rank: int) -> bool:
-        """Whether its process has ended."""
-        return rank in self.dead
-
-    def is_paused(self, rank: int) -> bool:
-        """Nobody pauses here."""
-        return False
-
-    def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
-        """Only whether they live."""
-        return {rank: LastSeen(0, "", 0.0, dead=rank in self.dead) for rank in ranks}
-
-    # The store (consensus.store.Store); a process may end before each write.
-
-    def get(self, key: str) -> bytes | None:
-        """See :class:`consensus.store.Store`."""
-        return self.values.get(key)
-
-    def set(self, key: str, value: bytes) -> None:
-        """See :class:`consensus.store.Store`."""
-        self.shows()
-        self.values[key] = value
-
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bytes:
-        """See :class:`consensus.store.Store`."""
-        self.shows()
-        if self.values.get(key) == expected:
-            self.values[key] = value
-        return self.values.get(key, b"")
-
-    def delete(self, key: str) -> None:
-        """See :class:`consensus.store.Store`."""
-        self.values.pop(key, None)
-
-
-class SearchGroup:
-    """One rank's group (:class:`consensus.collective.Group`) of one epoch."""
-
-    def __init__(self, net: SearchNet, rank: int, width: int, epoch: int = 0) -> None:
-        self.rank = rank
-        self.size = net.size
-        self.ranks = tuple(range(net.size))
-        self.width = width
-        self._net = net
-        self._epoch = epoch
-        self._num_calls = 0
-
-    def min(self, vector: Vector) -> Work:
-        """See :class:`consensus.collective.Group`."""
-        index = self._epoch, self._num_calls
-        self._num_calls += 1
-        self._net.put(self.rank, index, vector)
-        return SearchWork(self._net, index)
-
-    def now(self) -> float:
-        """Virtual seconds."""
-        return self._net.now_s
-
-    def close(self) -> None:
-        """Peers that still wait see it."""
-        if (self.rank, self._epoch) not in self._net.left:
-            self._net.left.append((self.rank, self._epoch))
-
-
-class SearchWork:
-    """One collective in flight."""
-
-    def __init__(self, net: SearchNet, index: tuple[int, int]) -> None:
-        self._net = net
-        self._index = index
-
-    def done(self) -> bool:
-        """See :class:`consensus.collective.Work`."""
-        return self._net.take(self._index) is not None
-
-    def wait(self, timeout_s: float) -> bool:
-        """See :class:`consensus.collective.Work`."""
-        return self.done()
-
-    def result(self) -> Vector:
-        """See :class:`consensus.collective.Work`."""
-        reduced = self._net.take(self._index)
-        if reduced is None:
-            raise Misuse("result() before the collective is done")
-        return reduced
 
 
 class SearchJournal(Journal):
@@ -274,7 +163,11 @@ class Member:
         """It has raised, or it is between two steps and everything has been decided and ended."""
         if self.error is not None or self.bug:
             return True
-        return self.is_idle and len(self.intents) == len(WISHES) and self.manager.is_idle
+        return (
+            self.is_idle
+            and len(self.intents) == len(self.world.setting.wishes)
+            and self.manager.is_idle
+        )
 
     def go(self, refuse: frozenset[str], withdraw: str) -> None:
         """Enter the next step, or go on in this one, as far as it goes without waiting."""
@@ -314,23 +207,31 @@ class Member:
 
     def due(self) -> list[Wish]:
         """What this rank will try to open in its next step."""
-        return [wish for wish in WISHES if wish.key not in self.intents]
+        wishes = [one for one in self.world.setting.wishes if one.key not in self.intents]
+        first = self.intents.get("first")
+        if self.world.setting.relation == "heir" and (first is None or first.is_undecided):
+            return wishes[:1] if first is None else []
+        return wishes
 
     def _children(self, key: str) -> list[str]:
-        return ["second"] if self.world.setting.relation == "child" and key == "first" else []
+        return ["second"] if self.world.setting.has_child and key == "first" else []
 
     def _prepare(self) -> None:
         for wish in self.due():
             parents = [self.intents["first"]] if wish.key in self._children("first") else []
-            intent = self.manager.open("copy", wish.key, wish.need, self, parents=parents)
+            intent = self.manager.open(
+                "copy", wish.key, wish.need, self, minimum=wish.minimum, parents=parents
+            )
             if intent is not None:
                 self.intents[wish.key] = intent
         self.manager.reserve_open()
 
     def _settled(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
-            if outcome.kind in (OutcomeKind.FAIL, OutcomeKind.QUARANTINE):
-                for name in self._children(str(outcome.intent.key)):
+            intent = outcome.intent
+            lacks = outcome.kind is OutcomeKind.END and intent.result < intent.agreed
+            if lacks or outcome.kind in (OutcomeKind.FAIL, OutcomeKind.QUARANTINE):
+                for name in self._children(str(intent.key)):
                     if name in self.intents:
                         self.withdraw(name)
 
@@ -342,7 +243,8 @@ class Member:
         is_last = pool == list(intent.need)[-1]
         if str(intent.key) in self.refuse and is_last:
             return 0
-        taken = min(num_pages, self.free[pool])
+        limit = 1 if f"{intent.key}:1" in self.refuse else num_pages
+        taken = min(limit, self.free[pool])
         self.free[pool] -= taken
         self.held.setdefault(str(intent.key), {})[pool] = taken
         return taken
@@ -369,7 +271,10 @@ class Member:
         key = str(intent.key)
         held = self.held.pop(key, {})
         if intent.state is State.DONE:
-            self.tree[key] = held
+            # Over several pools all is kept; of an elastic one what arrived everywhere.
+            kept = held if len(held) > 1 else dict.fromkeys(held, intent.result)
+            self.tree[key] = kept
+            self._give({pool: num_pages - kept[pool] for pool, num_pages in held.items()})
             return
         self.published.discard(key)
         if intent.state is State.QUARANTINED and not intent.local_ended:

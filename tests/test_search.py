@@ -58,6 +58,24 @@ def test_publishing_what_was_refused_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert "is committed, but voted_no" in explore(Setting()).failure
 
 
+def test_building_on_what_came_in_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intent, "is_whole", Intent.is_committed)
+    failure = explore(Setting(relation="heir", elastic=True)).failure
+    assert "what it builds on is there in part" in failure
+
+
+def test_a_verdict_beyond_what_a_rank_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = managers.TransactionManager._decide
+
+    def generous(
+        self: managers.TransactionManager, intent: Intent, votes: int, outcomes: Any
+    ) -> None:
+        real(self, intent, intent.total if votes else 0, outcomes)
+
+    monkeypatch.setattr(managers.TransactionManager, "_decide", generous)
+    assert "is committed, but rank" in explore(Setting(relation="child", elastic=True)).failure
+
+
 def test_an_ending_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = managers.TransactionManager.mark_ended
 
