@@ -4,17 +4,17 @@ Once per loop ``step(iteration)``, the only call that communicates. Everything e
 a *call that changes replicated state* (insert, match, request, allocate, free, abort, finish,
 evict), which every rank makes in the same order between two steps, or reads agreed state.
 
-    insert  -> tree -> write_through ---\\
-    match   -> tree                      \\   step: collect endings, plan, reserve, start copies,
-    request_load_back -> load_back -------+-> post one ballot, settle: publish or give back
-    request_pages     -> engine_pages ---/
+    match_prefix      -> lookup
+    insert            -> own_insert -> write_through -\\
+    propose_insert    -> insert_line -> insertion ------+-> step: collect endings, plan, reserve,
+    request_load_back -> load_back ---------------------|   start copies, post one ballot,
+    request_pages     -> engine_pages -----------------/    settle: publish or give back
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
 from types import TracebackType
 from typing import Self
 
@@ -24,7 +24,7 @@ from cache.config import CacheConfig, config_facts, schema_of
 from cache.events import CacheEvent
 from cache.insertion import Fill, open_loads
 from cache.mover import Mover
-from cache.node import STORAGE, Node, Residency, Tier, Tokens
+from cache.node import STORAGE, Tier, Tokens
 from cache.page_pool import PagePool
 from cache.parts import Parts
 from cache.requests import Request, RequestReport
@@ -100,6 +100,7 @@ class HierarchicalCache:
         )
         self.load_back, self.engine_pages = parts.load_back, parts.engine_pages
         self.storage, self.staged_loads = parts.storage, parts.staged_loads
+        self.lookup, self.own_insert = parts.lookup, parts.own_insert
         self.carryover = Carryover(parts)
         self._num_resets = self._num_ordered = 0
         self.manager.begin_epoch(0, {**usable, STORAGE: parts.usable(STORAGE)})
@@ -182,44 +183,17 @@ class HierarchicalCache:
 
         With ``request`` the part on DEVICE is pinned until the request ends.
         """
-        owner = None if request is None else self.requests.get(request)
-        if owner is not None and owner.held is not None and owner.private:
-            raise Misuse(
-                f"request {request!r} owns pages that follow the prefix it holds: insert or free"
-                " them before it matches again"
-            )
-        path = self._served(self.tree.match(tokens, namespace))
-        device = self._on_device(path)
-        match = _match(path, device, tokens, namespace)
-        if self.journal.is_written:
-            self.journal.fact("serve", len(device), *(node.node_id for node in path))
-        if request is not None:
-            live = self.requests.open(request)
-            live.prompt_pages = len(tokens) // self.config.page_size
-            live.device_hit_pages = match.device_pages
-            self.requests.hold(live, device[-1] if device else None)
-        return match
+        return self.lookup.match(tokens, namespace, request)
 
     def peek(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
         """Pages from the start of ``tokens`` by tier, and ``usable`` over both. Changes nothing."""
-        nodes, shared = self.tree.walk(tokens, namespace)
-        sizes = [node.num_pages for node in nodes[:-1]] + [shared] * bool(nodes)
-        sized = list(zip(nodes, sizes, strict=True))
-
-        def length(is_there: Callable[[Node], bool]) -> int:
-            return sum(size for _, size in takewhile(lambda pair: is_there(pair[0]), sized))
-
-        return {
-            "device": length(lambda node: node.device.is_published),
-            "host": length(lambda node: node.host.is_published),
-            "usable": length(_is_served),
-        }
+        return self.lookup.peek(tokens, namespace)
 
     def request_load_back(
         self, request: str, match: Match, *, pages_max: int | None = None
     ) -> Ticket:
         """Ask for what of ``match`` is on HOST only; ``step`` decides the length for all ranks."""
-        path = self._served(match.node.path() if match.node is not None else [])
+        path = self.lookup.served(match.node.path() if match.node is not None else [])
         self.journal.note("request_load_back", request)
         if self.staged_loads is not None and match.tokens is not None:
             live = self.requests.open(request)
@@ -280,56 +254,7 @@ class HierarchicalCache:
         Only whole pages enter. Raises :class:`Misuse` where the request has fewer pages, or holds
         another prefix.
         """
-        if self.tiers.side:
-            raise Misuse("with side pools the engine's pages are voted: use propose_insert")
-        live = self.requests.require(request)
-        num_pages = len(tokens) // self.config.page_size
-        held = live.held_pages
-        if live.must_recompute or live.orphans:
-            return InsertResult([], 0, 0)
-        if num_pages > held + len(live.private):
-            raise Misuse(
-                f"request {request!r} inserts {num_pages} pages but holds {held} and owns"
-                f" {len(live.private)}"
-            )
-        live.requires(tokens, namespace)
-        if num_pages < held and live.held is not None:
-            pages = [page for node in live.held.path() for page in node.device.pages]
-            return InsertResult(pages[:num_pages], 0, 0)
-        self.load_back.cancel(live, "the request computed it itself")
-        path = self.tree.insert(tokens, namespace)
-        placed, new, duplicate = self._place_private(live, path, held)
-        self.tiers.hollow(path[len(placed) :])
-        self.tiers.prune()
-        self.requests.hold(live, placed[-1] if placed else None)
-        self.journal.note("insert_own", request, new, duplicate)
-        self.backup.add_path(placed)
-        pages = [page for node in placed for page in node.device.pages]
-        return InsertResult(pages, new, duplicate)
-
-    def _place_private(
-        self, request: Request, path: list[Node], held: int
-    ) -> tuple[list[Node], int, int]:
-        """Give the request's own pages to the nodes of ``path`` that have none."""
-        placed: list[Node] = []
-        spare: list[int] = []
-        position = taken = 0
-        for node in path:
-            position += node.num_pages
-            if position > held:
-                if node.device.state is Residency.RESERVED:
-                    break  # its pages are another vote's: nothing can build on it yet
-                own = request.private[taken : taken + node.num_pages]
-                taken += node.num_pages
-                if node.device.is_published:
-                    spare += own
-                else:
-                    node.built_on = open_loads(placed)
-                    self.tree.place(node, Tier.DEVICE, Residency.RESIDENT, own)
-            placed.append(node)
-        del request.private[:taken]
-        self.tiers.free(Tier.DEVICE, spare)
-        return placed, taken - len(spare), len(spare)
+        return self.own_insert.insert(self.requests.require(request), tokens, namespace)
 
     def propose_insert(
         self,
@@ -411,7 +336,7 @@ class HierarchicalCache:
         """
         self.journal.note("prefetch", request)
         live = self.requests.open(request)
-        path = self._served(self.tree.match(tokens, namespace))
+        path = self.lookup.served(self.tree.match(tokens, namespace))
         if self.storage is None or not self.storage.is_attached:
             ticket = Ticket(live, None, 0)
             ticket.refuse("no storage is attached")
@@ -540,31 +465,3 @@ class HierarchicalCache:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _served(self, path: list[Node]) -> list[Node]:
-        """The leading nodes that can be served, up to where every side pool's state is there."""
-        served = list(takewhile(_is_served, path))
-        side = self.tiers.side
-        return served[: side.usable_end(served, list(Tier))] if side else served
-
-    def _on_device(self, path: list[Node]) -> list[Node]:
-        """The leading nodes that can be used on the device as they are."""
-        device = list(takewhile(lambda node: node.device.is_published, path))
-        side = self.tiers.side
-        return device[: side.usable_end(device, [Tier.DEVICE])] if side else device
-
-
-def _is_served(node: Node) -> bool:
-    return node.device.is_published or node.host.is_published
-
-
-def _match(path: list[Node], device: list[Node], tokens: Tokens, namespace: str) -> Match:
-    num_device = sum(node.num_pages for node in device)
-    return Match(
-        node=path[-1] if path else None,
-        pages=[page for node in device for page in node.device.pages],
-        device_pages=num_device,
-        host_pages=sum(node.num_pages for node in path) - num_device,
-        tokens=tokens,
-        namespace=namespace,
-    )

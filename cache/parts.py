@@ -20,9 +20,11 @@ from cache.eviction import POLICIES
 from cache.insert_line import InsertLine
 from cache.insertion import Insertion
 from cache.load_back import LoadBack
+from cache.lookup import Lookup
 from cache.mover import Direction, Mover
 from cache.node import STORAGE, Node, Tier
 from cache.orphans import Orphans
+from cache.own_insert import OwnInsert
 from cache.page_pool import PagePool
 from cache.radix_tree import RadixTree
 from cache.requests import RequestTable
@@ -108,6 +110,8 @@ class Parts:
             minimum_pages=config.load_back_minimum_pages,
             waiting_max=waiting_max,
         )
+        self.lookup = Lookup(self.tiers, self.requests, journal)
+        self.own_insert = OwnInsert(self.tiers, self.requests, self.load_back, self.backup)
         self.staged_loads: StagedLoads | None = None
         if config.mode == "buffer_only" and self.storage is not None:
             self.staged_loads = StagedLoads(self.tiers, self.storage.prefetch, self.load_back)
