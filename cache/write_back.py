@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from cache.backup import Backup
 from cache.insertion import Insertion
-from cache.node import Carriage, Node, Residency, Tier
+from cache.node import Carriage, Node, Tier
 from cache.tiers import Tiers
 from cache.withdrawal import Withdrawal
 from consensus.participant import Intent
@@ -37,8 +37,7 @@ class WriteBack(Backup):
         low_water_pages: int,
         on_backed_up: Callable[[list[Node]], None] | None = None,
     ) -> None:
-        super().__init__(tiers, insertion)
-        self._on_backed_up = on_backed_up
+        super().__init__(tiers, insertion, on_backed_up)
         self._withdrawal = withdrawal
         self._low_water_pages = low_water_pages
         self._underway: Counter[str] = Counter()  # by pool
@@ -87,12 +86,7 @@ class WriteBack(Backup):
             tiers.tree.order[Tier.DEVICE].offer(node)
             self._held_up_at = (tiers.manager.epoch, tiers.manager.step)
             return False
-        carriage.intent = intent
-        self._carriages[intent.serial] = carriage
-        carriage.attach()
-        tiers.tree.place(node, Tier.HOST, Residency.RESERVED)
-        tiers.tree.pin(node, Tier.DEVICE)
-        tiers.tree.pin(node, Tier.HOST)
+        self._carry(intent, carriage)
         self._underway.update(_leaving(intent))
         return True
 
@@ -104,19 +98,6 @@ class WriteBack(Backup):
 
     # -- participant -----------------------------------------------------------------------------
 
-    def commit(self, intent: Intent) -> None:
-        """Published on HOST; the device page stays until the copy has ended on all ranks."""
-        self.num_commits += 1
-        self._publish(self._carriages[intent.serial])
-
-    def abort(self, intent: Intent) -> None:
-        """Some rank's host refused: the victim is deleted once no rank reads it any more."""
-        self.num_aborts += 1
-        carriage = self._carriages[intent.serial]
-        for node in carriage.nodes:
-            self._tiers.tree.place(node, Tier.HOST, Residency.ABSENT)
-        carriage.let_go()
-
     def ended(self, intent: Intent) -> None:
         """Moved, or deleted; a node that somebody has come to need meanwhile stays."""
         carriage = self._carriages.pop(intent.serial)
@@ -126,17 +107,7 @@ class WriteBack(Backup):
         if not is_moved:
             for node in carriage.nodes:
                 self._withdrawal.retract_host(node)
-        nodes = carriage.detach()
-        for node in nodes:
-            if is_moved:
-                tiers.tree.place(node, Tier.HOST, Residency.RESIDENT)
-                if self._on_backed_up is not None:
-                    self._on_backed_up([node])
-            tiers.tree.unpin(node, Tier.DEVICE)
-            tiers.tree.unpin(node, Tier.HOST)
-        if not is_moved:
-            self._free(carriage)
-        for node in reversed(nodes):
+        for node in reversed(self._detach(carriage, has_arrived=is_moved)):
             if tiers.tree.order[Tier.DEVICE].is_candidate(node):
                 tiers.num_evicted[Tier.DEVICE] += node.num_pages
                 tiers.drop(node, Tier.DEVICE)

@@ -39,9 +39,8 @@ class WriteThrough(Backup):
         hits_needed: int = 1,
         on_backed_up: Callable[[list[Node]], None] | None = None,
     ) -> None:
-        super().__init__(tiers, insertion)
+        super().__init__(tiers, insertion, on_backed_up)
         self._hits_needed = hits_needed
-        self._on_backed_up = on_backed_up
         self._withdrawal = withdrawal
         self._queue: deque[Node] = deque()
         self._queue_nodes_max = queue_nodes_max
@@ -123,29 +122,15 @@ class WriteThrough(Backup):
             self.num_no_room += 1
             tiers.manager.note("no room", Tier.HOST.value, node.node_id)
             return True
-        carriage.intent = intent
-        self._carriages[intent.serial] = carriage
-        carriage.attach()
-        tiers.tree.place(node, Tier.HOST, Residency.RESERVED)
-        tiers.tree.pin(node, Tier.DEVICE)
-        tiers.tree.pin(node, Tier.HOST)
+        self._carry(intent, carriage)
         return True
 
     # -- participant -----------------------------------------------------------------------------
 
-    def commit(self, intent: Intent) -> None:
-        """Publish on HOST; the pins stay until the copy has ended on all ranks."""
-        self.num_commits += 1
-        self._publish(self._carriages[intent.serial])
-
     def abort(self, intent: Intent) -> None:
-        """No rank believes that the node is backed up."""
-        self.num_aborts += 1
-        carriage = self._carriages[intent.serial]
-        for node in carriage.nodes:
-            self._tiers.tree.place(node, Tier.HOST, Residency.ABSENT)
-        carriage.let_go()
-        self._tiers.hollow(carriage.nodes)
+        """No rank believes that the nodes are backed up; they may be in no tier any more."""
+        super().abort(intent)
+        self._tiers.hollow(self._carriages[intent.serial].nodes)
 
     def ended(self, intent: Intent) -> None:
         """Unpin. What failed or was given up is unpublished, and what lies below it too."""
@@ -155,15 +140,7 @@ class WriteThrough(Backup):
             for node in carriage.nodes:
                 self._withdrawal.retract_host(node)
         tiers.tree.unpin_path(carriage.anchor, Tier.HOST)
-        for node in carriage.detach():
-            if intent.state is State.DONE:
-                tiers.tree.place(node, Tier.HOST, Residency.RESIDENT)
-                if self._on_backed_up is not None:
-                    self._on_backed_up([node])
-            tiers.tree.unpin(node, Tier.DEVICE)
-            tiers.tree.unpin(node, Tier.HOST)
-        if intent.state is not State.DONE:
-            self._free(carriage)
+        self._detach(carriage, has_arrived=intent.state is State.DONE)
 
     def clear(self) -> None:
         """The epoch is over: nothing of it is open or queued any more."""

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -204,12 +203,7 @@ class Launch:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_all()
         for child in self._children:
             child.output.close()

@@ -6,7 +6,6 @@ A terminal gets a panel that is redrawn; a pipe or a log file gets a plain line 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Any, Final, Self
 
 from rich.console import Console
@@ -39,14 +38,9 @@ class LiveView:
             self._live.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+            self._live.__exit__(*error)
 
     def show(self) -> None:
         """Draw what is known now."""

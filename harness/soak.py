@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
@@ -101,12 +100,7 @@ class LocalRay:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -145,12 +139,7 @@ class JoinedRay:
             raise BadInput(f"--address: {self._address} cannot be joined: {reason}") from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_ours:
             ray.shutdown()
 
@@ -178,12 +167,7 @@ class RayRanks:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _place(self) -> None:

@@ -163,6 +163,34 @@ def test_a_vector_of_another_shape_is_refused() -> None:
             tally(SCHEMA, np.zeros(shape, dtype=np.int64))
 
 
+def test_what_travels_between_versions_stays_as_it_is() -> None:
+    """Another number here, and two versions of kvpact read each other's ballots wrongly."""
+    assert MASK62 == 2**62 - 1
+    assert {status.name: int(status) for status in Status} == {
+        "HEALTHY": 0,
+        "LEAVING": 1,
+        "BROKEN": 2,
+    }
+    assert Schema(("a",)).num_slots == 256
+
+
+def test_who_reads_a_ballot_cannot_change_it() -> None:
+    said = OneBallot(header(), Status.HEALTHY, 0, dict.fromkeys(POOLS, 0), [(0, 0)] * 3)
+    for one, field in (
+        (SCHEMA, "pools"),
+        (header(), "step"),
+        (tally(SCHEMA, said.vector(0)), "step"),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(one, field, 1)
+
+
+def test_without_a_difference_nothing_is_named() -> None:
+    said = OneBallot(header(), Status.HEALTHY, 0, dict.fromkeys(POOLS, 0), [(0, 0)] * 3)
+    verdict = tally(SCHEMA, said.vector(0))
+    assert (verdict.mismatch, verdict.lowest, verdict.highest) == ("", 0, 0)
+
+
 def test_digest_differs_where_schemas_do() -> None:
     schemas = [
         Schema(("device", "host"), 3),

@@ -69,6 +69,26 @@ def test_ring_keeps_the_newest() -> None:
     assert made.count == 10
 
 
+def test_how_much_is_kept_and_shown_unless_told_otherwise() -> None:
+    made = Journal(0)
+    for _ in range(2100):
+        made.note("evict", 1)
+    assert len(made.tail(5000)) == 2048
+    assert len(made.tail()) == 512
+    assert len(made.story(1)) == 12
+
+
+def test_an_entry_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        setattr(Entry(0, 0, 0, "a", ()), "tag", "b")  # noqa: B010  the type forbids it, too
+
+
+def test_a_journal_in_a_folder_that_is_there_and_in_one_that_is_not(tmp_path: Path) -> None:
+    for path in (tmp_path / "0.journal", tmp_path / "new" / "deep" / "0.journal"):
+        Journal(0, path=path).close()
+        assert path.exists()
+
+
 def test_an_epoch_starts_from_nothing() -> None:
     old, new = Journal(0), Journal(1)
     old.step = 9
