@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consensus.ballot import HEADER_FIELDS, Header
-from consensus.epoch import Closer, judge
-from consensus.errors import Divergence, KvpactError, PeerError, PeerLost, RankStalled
+from consensus.epoch import Closer, Introduction, agree, judge
+from consensus.errors import Divergence, KvpactError, Misuse, PeerError, PeerLost, RankStalled
 from consensus.journal import Entry
 from consensus.report import LastSeen, Report, Seal, SealedError
 from consensus.store import MemoryStore
@@ -431,3 +431,129 @@ def test_a_step_is_claimed_one_way_only(size: int) -> None:
                     is_settled.add(not made[rank].claim_given_up(7))
             assert is_settled == {wishes[order[0]] == "settle"}, "as the first one wanted"
             assert made[0].claim_settled(8), "another step is another question"
+
+
+def test_who_waits_for_which_step_is_asked_for_its_report() -> None:
+    """A difference in step 7 is met by everyone in step 7; whoever is not there yet goes on."""
+    store = MemoryStore()
+    first, second = closers(2, store)
+    assert second.is_closing(7) is False
+    first.file(report(0, "mismatch", 7), 0.0, grace_s=1.0)
+    assert [second.is_closing(step) for step in (6, 7, 8)] == [False, True, True]
+    assert second.is_closing()
+    assert first.poll(1.0) is not None
+    assert second.is_closing(3), "it is sealed: nobody has anything to wait for"
+
+
+def test_the_keys_of_an_epoch() -> None:
+    """Other versions of kvpact, and people with a store's client, know them."""
+    store = MemoryStore()
+    first, _ = closers(2, store)
+    first.file(report(0), 0.0, grace_s=1.0)
+    assert first.poll(1.0) is not None
+    assert first.claim_settled(9)
+    assert sorted(store.keys()) == [
+        "epoch/2/closing",
+        "epoch/2/late/9",
+        "epoch/2/report/0",
+        "epoch/2/seal",
+    ]
+
+
+class Looking(Places):
+    """Counts who is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[int]] = []
+
+    def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
+        self.asked.append(list(ranks))
+        return super().last_seen(ranks, asks=asks)
+
+
+@pytest.mark.parametrize("cause", ["waited", "late"])
+def test_who_has_waited_looks_once_for_the_others_while_they_may_still_come(cause: str) -> None:
+    places = Looking()
+    first = closers(3, MemoryStore(), places)[0]
+    first.file(report(0, cause), 10.0, grace_s=4.0)
+    assert first.poll(10.9) is None
+    assert places.asked == []
+    for now_s in (11.0, 11.1, 13.9):
+        assert first.poll(now_s) is None
+        assert places.asked == [[1, 2]]
+    assert first.poll(14.0) is not None
+    assert places.asked == [[1, 2]], "what is known is not asked again"
+
+
+@pytest.mark.parametrize("cause", ["mismatch", "asked"])
+def test_who_has_not_waited_looks_for_nobody_before_the_end(cause: str) -> None:
+    places = Looking()
+    first = closers(3, MemoryStore(), places)[0]
+    first.file(report(0, cause), 10.0, grace_s=4.0)
+    for now_s in (10.5, 11.5, 13.9):
+        assert first.poll(now_s) is None
+    assert places.asked == []
+    assert first.poll(14.0) is not None
+    assert places.asked == [[1, 2]]
+
+
+def test_who_only_looks_on_looks_for_nobody() -> None:
+    places = Looking()
+    onlooker = closers(2, MemoryStore(), places)[1]
+    onlooker._give_up_at = 5.0
+    assert onlooker.poll(4.0) is None
+    assert places.asked == []
+
+
+def test_an_incident_has_the_reports_without_what_only_settling_needs() -> None:
+    store = MemoryStore()
+    first, second = closers(2, store)
+    first.file(report(0, held={7: [1]}), 0.0, grace_s=1.0)
+    second.file(report(1, "asked", held={7: [2]}), 0.0, grace_s=1.0)
+    seal = first.poll(0.1)
+    assert seal is not None
+    incident = second.incident(seal)
+    assert (incident.rank, incident.epoch) == (1, EPOCH)
+    assert incident.seal == msgspec.structs.replace(seal, verdicts={})
+    assert [(one.rank, one.cause, one.held) for one in incident.reports] == [
+        (0, "waited", {}),
+        (1, "asked", {}),
+    ]
+
+
+# -- introductions ---------------------------------------------------------------------------------
+
+
+def introduced(*facts: dict[str, str]) -> list[Introduction]:
+    return [Introduction(rank, one, {"a": 10 - rank}) for rank, one in enumerate(facts)]
+
+
+def test_who_agrees_has_the_least_of_everyone() -> None:
+    same = {"mode": "write_back", "tp": "2"}
+    assert agree(introduced(same, same, same)) == {"a": 8}
+    assert agree(introduced(same)) == {"a": 10}
+    with pytest.raises(AttributeError):
+        introduced(same)[0].rank = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+@pytest.mark.parametrize(
+    "theirs, field, has",
+    [
+        ({"mode": "write_back", "tp": "4"}, "tp", "4"),
+        ({"mode": "write_back"}, "tp", "nothing"),
+        ({"mode": "write_back", "tp": "2", "pp": "1"}, "pp", "1"),
+        ({"tp": "4"}, "mode", "nothing"),
+    ],
+)
+def test_the_first_rank_and_field_that_differ_are_named(
+    odd: int, theirs: dict[str, str], field: str, has: str
+) -> None:
+    facts = [{"mode": "write_back", "tp": "2"}] * 3
+    facts[odd] = theirs
+    ours = facts[0].get(field, "nothing")
+    expected = f"rank {odd} has {field} = {has}, rank 0 has {ours}"
+    with pytest.raises(Misuse, match=expected) as caught:
+        agree(introduced(*facts))
+    assert caught.value.rank == odd

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from consensus.ballot import Schema, Status
 from consensus.errors import InternalError, Misuse
-from consensus.journal import Journal
+from consensus.journal import Journal, read_journal
 from consensus.manager import TransactionManager
 from consensus.participant import Intent
 from consensus.transaction import State
@@ -954,3 +955,151 @@ def test_a_ballot_says_to_which_epoch_it_belongs() -> None:
     assert (header.epoch, header.step, header.iteration) == (3, 1, 5)
     assert header.schema == manager.schema.digest
     assert header.fingerprint == manager.journal.fingerprint != 0
+
+
+# -- what is told of it ----------------------------------------------------------------------------
+
+
+def written(tmp_path: Path, live: Callable[[TransactionManager, Owner], None]) -> list[str]:
+    """What one rank alone writes down while it lives; entries as words."""
+    owner = Owner({"a": 9, "b": 9})
+    manager = make_manager(0, owner)
+    manager.journal = Journal(0, path=tmp_path / "0.journal")
+    live(manager, owner)
+    manager.journal.close()
+    told = read_journal(tmp_path / "0.journal")
+    return [" ".join(map(str, (entry.tag, *entry.values))) for entry in told]
+
+
+def turn(manager: TransactionManager, now_ms: int = 0) -> None:
+    manager.reserve_open()
+    manager.settle(manager.read(manager.post(40 + manager.step, now_ms=now_ms)))
+
+
+def test_the_journal_tells_a_whole_life(tmp_path: Path) -> None:
+    def live(manager: TransactionManager, owner: Owner) -> None:
+        first = manager.open("copy", "x", {"b": 1, "a": 2}, owner)
+        second = manager.open("load", "y", {"a": 4}, owner, minimum=3, ends_on_commit=True)
+        assert first is not None
+        assert second is not None
+        owner.refuse.add(("y", "a"))
+        turn(manager)
+        manager.mark_ended(first, 3)
+        turn(manager)
+
+    assert written(tmp_path, live) == [
+        "open copy x 0 0 a 2 b 1 at least 3 ends",
+        "open load y 1 1 a 4 at least 3 ends on commit",
+        "reserve 0 3",
+        "refuse 1",
+        "post 40 2",
+        "commit copy 0 3",
+        "abort load 1 refused",
+        "end 1 0",
+        "ended 0 3",
+        "post 41 1",
+        "end 0 3",
+    ]
+
+
+def test_the_journal_tells_what_was_withdrawn_and_given_up(tmp_path: Path) -> None:
+    def live(manager: TransactionManager, owner: Owner) -> None:
+        first = manager.open("copy", "x", {"a": 2}, owner)
+        assert first is not None
+        second = manager.open("copy", "y", {"a": 1}, owner, parents=[first])
+        assert second is not None
+        manager.withdraw(second)
+        manager.withdraw(second)
+        turn(manager)
+        manager.withdraw(first)
+        turn(manager, 1001)
+
+    assert written(tmp_path, live) == [
+        "open copy x 0 0 a 2 at least 2 ends",
+        "open copy y 1 1 a 1 at least 1 ends 0",
+        "withdraw 1",
+        "reserve 0 2",
+        "refuse 1",
+        "post 40 2",
+        "commit copy 0 2",
+        "abort copy 1 withdrawn",
+        "end 1 0",
+        "withdraw 0",
+        "post 41 1",
+        "quarantine 0",
+    ]
+
+
+def test_a_new_manager_and_a_new_epoch_count_from_nothing() -> None:
+    owner = Owner({"a": 9})
+    made = TransactionManager(
+        rank=0,
+        schema=Schema(("a",), 4),
+        lag=0,
+        copy_timeout_s=1.0,
+        journal=Journal(0),
+        usable={"a": partial(owner.usable, "a")},
+    )
+    for epoch in range(2):
+        assert (made.epoch, made.step, made.settled_step, made.clock_ms) == (epoch, 0, 0, 0)
+        opened = [made.open("copy", key, {"a": 1}, owner) for key in range(3)]
+        assert [intent and intent.serial for intent in opened] == [0, 1, 2]
+        assert made.oldest_open is opened[0]
+        turn(made, 700)
+        assert (made.step, made.settled_step, made.clock_ms) == (1, 1, 700)
+        made.begin_epoch(epoch + 1, {"a": 9})
+        assert made.oldest_open is None
+
+
+def test_what_a_ballot_says_unless_told_otherwise() -> None:
+    owner = Owner({"a": 9})
+    manager = make_manager(0, owner)
+    assert manager.oldest_posted is None
+    assert manager.newest_num_slots == 0
+    intents = [manager.open("copy", key, {"a": 1}, owner) for key in range(2)]
+    manager.reserve_open()
+    for intent in intents:
+        assert intent is not None
+        manager.mark_ended(intent)
+    vector = manager.post(5)
+    header, verdict = manager.newest_header, manager.read(vector)
+    assert (header.live, header.round, verdict.clock_ms) == (0, 0, 0)
+    assert (verdict.votes, verdict.ended) == ([1, 1], [1, 1]), "only slots that are in use"
+    posted = manager.oldest_posted
+    assert posted is not None
+    assert (posted.step, posted.num_slots, manager.newest_num_slots) == (1, 2, 2)
+    assert posted.intents == posted.voted == tuple(intents)
+    with pytest.raises(AttributeError):
+        posted.step = 2
+    manager.settle(verdict)
+    assert manager.newest_num_slots == 0
+
+
+def test_a_pool_of_which_nothing_is_needed_may_be_named() -> None:
+    replica = world(0, [{"a": 9, "b": 9}] * 2)
+    replica.open("x", {"a": 2, "b": 0})
+    assert replica.step() == ["commit x"]
+
+
+def test_who_is_refused_hears_it_as_no() -> None:
+    owner = Owner({"a": 1})
+    manager = make_manager(0, owner)
+    intent = manager.open("copy", 1, {"a": 2}, owner)
+    assert intent is not None
+    assert manager.reserve(intent) is False
+
+
+@pytest.mark.parametrize("spoils", ["twice", "lost"])
+def test_slots_that_do_not_match_are_found(spoils: str) -> None:
+    owner = Owner({"a": 9})
+    manager = make_manager(0, owner)
+    first, second = (manager.open("copy", key, {"a": 1}, owner) for key in range(2))
+    assert first is not None
+    assert second is not None
+    manager.check_integrity()
+    if spoils == "twice":
+        second.slot = first.slot
+    else:
+        del manager._open[second.serial]
+    with pytest.raises(InternalError, match="slots"):
+        manager.check_integrity()
