@@ -322,7 +322,7 @@ class NcclGroup(ProcessGroup):
     def __init__(self, name: str, ranks: Sequence[int], rank: int, width: int) -> None:
         super().__init__(name, ranks, rank, width)
         self._health = _Health(name, self.size)
-        self._device: Any = None
+        self.device: Any = None
         self._stream: Any = None
 
     @classmethod
@@ -346,20 +346,12 @@ class NcclGroup(ProcessGroup):
         if not torch.cuda.is_available() or not _c10d.is_nccl_available():
             raise Misuse("NcclGroup needs CUDA and a torch built with NCCL: use GlooGroup")
         limit_s = group_timeout_s if form_timeout_s is None else form_timeout_s
-        group._health.timeout_s = limit_s  # until it is formed
-        group._device = torch.device("cuda", device_index)
-        group._stream = torch.cuda.Stream(group._device)
-        silent = f"store {address(store)} hung while rank {rank} formed group {name}"
+        group.device = torch.device("cuda", device_index)
+        group._stream = torch.cuda.Stream(group.device)
+        silent = f"store {address(store)} or NCCL hung while rank {rank} formed group {name}"
         met = bounded(lambda: _meet_nccl(store, group, limit_s), 2 * limit_s + 1.0, silent)
         group._take(met)
         group._health.process_group = met
-        try:
-            group._post(np.zeros(width, dtype=np.int64)).wait(2 * limit_s)
-        except PeerLost as error:
-            group.close()
-            raise not_met(store, group, str(error)) from error
-        if rank == group.ranks[0]:
-            forget(store, group)
         group._health.timeout_s = group_timeout_s
         return group
 
@@ -377,7 +369,7 @@ class NcclGroup(ProcessGroup):
         event: Any = torch.cuda.Event()
         try:
             with torch.cuda.stream(self._stream):
-                device = host.to(self._device, non_blocking=True)
+                device = host.to(self.device, non_blocking=True)
                 options = _min_options(NEVER_S)
                 self._group.allreduce([device], options).wait()  # orders the stream only
                 host.copy_(device, non_blocking=True)
@@ -390,7 +382,7 @@ class NcclGroup(ProcessGroup):
 
 
 def _meet_nccl(store: RawStore, group: NcclGroup, limit_s: float) -> Any:
-    """Wait in the store until all have come: NCCL itself would wait for them without a bound."""
+    """Meet in the store, connect, prove it by one collective. NCCL itself waits without a bound."""
     announce(store, group)
     end_s = time.monotonic() + limit_s
     try:
@@ -402,6 +394,12 @@ def _meet_nccl(store: RawStore, group: NcclGroup, limit_s: float) -> Any:
         # When this has passed, torch's watchdog ends the process: what is late is ours to tell.
         options._timeout = _timedelta(NEVER_S)
         prefix, index = _c10d.PrefixStore(group.name, store), group.ranks.index(group.rank)
-        return _c10d.ProcessGroupNCCL(prefix, index, group.size, options)
+        process_group = _c10d.ProcessGroupNCCL(prefix, index, group.size, options)
+        first = torch.zeros(1, dtype=torch.int64, device=group.device)
+        process_group.allreduce([first], _min_options(NEVER_S)).wait()
+        first.item()  # its result says that all are connected to all
     except RuntimeError as error:
         raise not_met(store, group, first_line(error)) from error
+    if group.rank == group.ranks[0]:
+        forget(store, group)
+    return process_group

@@ -22,7 +22,6 @@ WAITS: dict[str, dict[str, tuple[str, str]]] = {
         "_meet": ("form_timeout_s", "test_group.py::test_a_rank_that_does_not_come_to_a_new_group"),
         "done": ("it has ended", "test_group.py::test_stopped_and_killed_ranks"),
         "wait": ("timeout_s", "test_group.py::test_a_late_rank_costs_a_bounded_wait"),
-        "form": ("form_timeout_s", "test_group.py::test_a_rank_that_does_not_come_to_a_new_group"),
         "_meet_nccl": ("limit_s", "test_group.py::test_a_rank_that_does_not_come_to_a_new_group"),
         "_post": ("orders a stream only", "test_group.py::test_min_is_right_without_lag"),
     },
