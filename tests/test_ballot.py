@@ -125,6 +125,7 @@ def test_reduced_ballot_says_what_a_twin_sees(data: st.DataObject, size: int) ->
         assert verdict.status_rank == -1
     else:
         assert verdict.status_rank == max(r for r in range(size) if said[r].status is worst)
+    assert verdict.step == min(one.header.step for one in said)
     assert verdict.clock_ms == min(one.clock_ms for one in said)
     assert verdict.usable == {pool: min(one.usable[pool] for one in said) for pool in POOLS}
     for slot in range(3):
