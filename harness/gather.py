@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from harness.checkers import Snapshot, compare
+from harness.journals import check_journals
 from harness.soak_config import SoakConfig
 from harness.soak_feed import Bucket, End, FaultEvent, Latencies, Resources, Update
 
@@ -89,13 +90,17 @@ class RankView:
 
 
 class Gather:
-    """All ranks. ``failures`` are promises that did not hold, ``differences`` between ranks."""
+    """All ranks. ``failures`` are promises that did not hold, ``differences`` between ranks.
+
+    ``history`` says in a word what their journals come to; empty: none were written.
+    """
 
     def __init__(self, config: SoakConfig) -> None:
         self.config = config
         self.views = [RankView(rank) for rank in range(config.num_ranks)]
         self.failures: list[str] = []
         self.differences: list[str] = []
+        self.history = ""
         self.num_compared = 0
         self.num_walks = 0
         self.events: list[FaultEvent] = []
@@ -112,6 +117,17 @@ class Gather:
         self._keep(self.failures, update.failures)
         for snap in update.snapshots:
             self._compare(snap)
+
+    def check_history(self) -> None:
+        """The run is over: judge its journals, without the code that wrote them."""
+        if self.config.journal is None:
+            return
+        if self.config.parts_ranks:
+            self.history = "not checked: ranks were made to differ"
+            return
+        wrong = check_journals(self.config.journal)
+        self.history = "broken" if wrong else "holds"
+        self._keep(self.failures, [wrong] if wrong else [])
 
     @property
     def is_over(self) -> bool:

@@ -52,6 +52,8 @@ _TABLE = {
 }
 _UNDECIDED = ("proposed", "reserved", "refused", "voted", "voted no")
 _OVER = ("done", "failed", "closed", "quarantined")
+#: Intents that are over and may still be named as a parent.
+_KEPT = 100_000
 _DEVICE = "device"
 
 
@@ -66,7 +68,8 @@ class _Intent:
         self.total = sum(shape[1:at:2])
         self.minimum = int(shape[at + 1])
         self.ends_on_commit = shape[at + 2] == "ends on commit"
-        self.parents = [int(parent) for parent in shape[at + 3 :]]
+        self.parents: list[_Intent] = []
+        self.parent_serials = [int(parent) for parent in shape[at + 3 :]]
         self.ballot = line.step + 1
         self.state = "proposed"
         self.held = 0
@@ -96,7 +99,10 @@ class History:
         self.sealed: set[int] = set()
         self.num_decisions = 0
         self.num_intents = 0
-        self._intents: dict[int, _Intent] = {}
+        self._intents: dict[int, _Intent] = {}  # those that are open
+        self._over: dict[int, _Intent] = {}  # and the last of those that are not
+        self._unposted: list[_Intent] = []
+        self._num_opened = 0  # in this epoch
         self._slots: dict[int, int] = {}  # slot -> serial of who holds it
         self._freed: dict[int, int] = {}  # slot -> the step in which it was given back
         self._behind = 0  # a verdict comes so many steps after its ballot, less one
@@ -156,26 +162,30 @@ class History:
 
     def open_intents(self) -> list[str]:
         """What has not ended, at the end of the file."""
-        return [one.name for one in self._intents.values() if one.state not in _OVER]
+        return [one.name for one in self._intents.values()]
 
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
         self.num_decisions = 0
         self._intents.clear()
+        self._over.clear()
+        self._unposted.clear()
+        self._num_opened = 0
         self._slots.clear()
         self._freed.clear()
 
     # -- transactions ----------------------------------------------------------------------------
 
     def _get(self, serial: int) -> _Intent:
-        if serial not in self._intents:
+        intent = self._intents.get(serial) or self._over.get(serial)
+        if intent is None:
             raise Violation(f"table: intent #{serial} was never opened")
-        return self._intents[serial]
+        return intent
 
     def _open(self, line: Line) -> None:
         intent = _Intent(line)
         serial = int(line.values[2])
-        if serial in self._intents:
+        if serial < self._num_opened:
             raise Violation(f"table: {intent.name} is opened twice")
         if intent.slot in self._slots:
             holder = self._get(self._slots[intent.slot]).name
@@ -187,10 +197,11 @@ class History:
                 f"slots: {intent.name} gets slot {intent.slot} for ballot {intent.ballot}, but it"
                 f" was freed in step {freed} only"
             )
-        for parent in intent.parents:
-            self._get(parent)
+        intent.parents = [self._get(parent) for parent in intent.parent_serials]
         self._slots[intent.slot] = serial
         self._intents[serial] = intent
+        self._unposted.append(intent)
+        self._num_opened = serial + 1
         self.num_intents += 1
 
     def _alias(self, line: Line) -> None:
@@ -211,9 +222,9 @@ class History:
     def _post(self, line: Line) -> None:
         if not line.values[1]:
             return
-        for intent in self._intents.values():
-            if intent.state in ("proposed", "reserved", "refused"):
-                intent.happens("post")
+        for intent in self._unposted:
+            intent.happens("post")
+        self._unposted.clear()
 
     def _withdraw(self, line: Line) -> None:
         intent = self._get(line.values[0])
@@ -235,7 +246,7 @@ class History:
             )
         if intent.is_withdrawn:
             raise Violation(f"verdict: {intent.name} was withdrawn and is committed")
-        for parent in map(self._get, intent.parents):
+        for parent in intent.parents:
             if not parent.is_whole:
                 raise Violation(
                     f"verdict: {intent.name} is committed, but its parent {parent.name} is"
@@ -273,7 +284,11 @@ class History:
         self._give_back(intent, line)
 
     def _give_back(self, intent: _Intent, line: Line) -> None:
-        del self._slots[intent.slot]
+        serial = self._slots.pop(intent.slot)
+        self._over[serial] = self._intents.pop(serial)
+        self._over[serial].parents.clear()
+        if len(self._over) > _KEPT:
+            del self._over[next(iter(self._over))]
         self._freed[intent.slot] = line.step
 
     def _seal(self, line: Line) -> None:
@@ -377,13 +392,17 @@ class History:
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a journal; what a killed process has not finished writing is left out."""
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                if text.endswith(b"\n"):
+                    yield _read_line(path, number, text)
     except OSError as error:
         raise Unreadable(f"{path}: cannot be read: {error.strerror}") from None
-    lines = raw.split(b"\n")
-    for number, text in enumerate(lines[:-1], start=1):
-        try:
-            index, epoch, step, tag, values = json.loads(text)
-            yield Line(number, int(index), int(epoch), int(step), str(tag), list(values))
-        except (ValueError, TypeError) as error:
-            raise Unreadable(f"{path} line {number}: no line of a journal: {error}") from None
+
+
+def _read_line(path: Path, number: int, text: bytes) -> Line:
+    try:
+        index, epoch, step, tag, values = json.loads(text)
+        return Line(number, int(index), int(epoch), int(step), str(tag), list(values))
+    except (ValueError, TypeError) as error:
+        raise Unreadable(f"{path} line {number}: no line of a journal: {error}") from None

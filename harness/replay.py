@@ -14,9 +14,10 @@ from consensus.errors import BadInput, KvpactError
 from consensus.report import Incident
 from harness.checkers import Snapshot, compare
 from harness.files import write_bytes
+from harness.journals import check_journals, require_journals
 from harness.launch import Launch
 from harness.replay_config import ReplayConfig
-from harness.replay_rank import Played, RankSummary, journal_path, replay_sim
+from harness.replay_rank import Played, RankSummary, replay_sim
 from harness.replay_report import print_report, summarise
 from harness.traces import BLOCK_TOKENS, TraceRequest, read_trace
 
@@ -31,7 +32,7 @@ def replay(config: ReplayConfig) -> int:
     """Run it, print the table, write the JSON; 0: every promise held, 1: one did not."""
     requests = read_trace(config.trace, limit=config.limit)
     _require_room(config, requests)
-    _require_journals(config)
+    require_journals(config.journal, config.num_ranks)
     started = time.monotonic()
     if config.ranks == "sim":
         played = replay_sim(config, requests)
@@ -42,6 +43,8 @@ def replay(config: ReplayConfig) -> int:
     ended = min((summary.totals.requests for summary in summaries), default=0)
     if ended != len(requests):
         failures.append(f"only {ended} of {len(requests)} requests came to their end")
+    if wrong := check_journals(config.journal):
+        failures.append(wrong)
     report = summarise(config, summaries, failures, time.monotonic() - started)
     report = msgspec.structs.replace(report, incidents=played.told())
     print_report(report, Console(highlight=False))
@@ -60,18 +63,6 @@ def _require_room(config: ReplayConfig, requests: list[TraceRequest]) -> None:
                 f"--device-pages: request {request.index} of {config.trace} needs {num_pages}"
                 f" pages of {config.page_size} tokens, the smallest device pool has {capacity}"
             )
-
-
-def _require_journals(config: ReplayConfig) -> None:
-    """Every rank must be able to write its journal: found out here, not by one rank on its way."""
-    for rank in range(config.num_ranks):
-        path = journal_path(config, rank)
-        if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("wb").close()
-            except OSError as error:
-                raise BadInput(f"--journal: {path} cannot be written: {error.strerror}") from None
 
 
 def _replay_gloo(config: ReplayConfig, requests: list[TraceRequest]) -> Played:

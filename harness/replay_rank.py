@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 
@@ -21,6 +20,7 @@ from consensus.report import Incident
 from consensus.store import MemoryStore
 from harness.checkers import Snapshot, snapshot
 from harness.child import RankContext
+from harness.journals import journal_path
 from harness.rank import Rank, identity_of
 from harness.replay_config import ReplayConfig
 from harness.replay_engine import Engine, Totals
@@ -32,7 +32,6 @@ __all__ = [
     "RankSummary",
     "Recorder",
     "cache_config",
-    "journal_path",
     "replay_sim",
     "run_rank",
 ]
@@ -144,11 +143,6 @@ def make_backend(config: ReplayConfig, rank: int) -> BackendBase | None:
     return open_backend(config.storage, identity, capacity_bytes=capacity, path=config.storage_dir)
 
 
-def journal_path(config: ReplayConfig, rank: int) -> Path | None:
-    """Where the journal of ``rank`` is written."""
-    return None if config.journal is None else Path(config.journal) / f"rank{rank}.jsonl"
-
-
 def run_rank(context: RankContext, packed: bytes) -> None:
     """One rank over gloo: streams its snapshots to the launcher, the summary last."""
     config = msgspec.msgpack.decode(packed, type=ReplayConfig)
@@ -170,7 +164,7 @@ def run_rank(context: RankContext, packed: bytes) -> None:
         usable=membership.usable,
         make_mover=lambda device, host, plan: CpuMover(device, host, plan_part=plan),
         locator=membership.locator,
-        journal=Journal(context.rank, path=journal_path(config, context.rank)),
+        journal=Journal(context.rank, path=journal_path(config.journal, context.rank)),
         beacon=membership.watch,
         regroup=membership.regroup,
         workers=None if backend is None else StorageWorkers(backend),
@@ -270,7 +264,7 @@ def _sim_rank(config: ReplayConfig, rank: int, net: SimNet, store: MemoryStore) 
         usable={"device": min(config.device_pages), "host": min(config.host_pages)},
         make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
         locator=net,
-        journal=Journal(rank, path=journal_path(config, rank)),
+        journal=Journal(rank, path=journal_path(config.journal, rank)),
         beacon=SimBeacon(net, rank),
         workers=None if backend is None else DeferredWorkers(backend),
     )

@@ -28,7 +28,8 @@ class ReplayReport(msgspec.Struct, frozen=True):
     """``blocks`` and ``hits`` count the trace's blocks, ``pages`` pages of ``page_size`` tokens.
 
     ``verdict`` is ``agree``, or ``failed`` with ``failures``. ``commits`` and ``aborts`` are
-    verdicts on transactions by kind and cause, equal on all ranks.
+    verdicts on transactions by kind and cause, equal on all ranks. ``journal`` is the folder whose
+    histories were checked.
     """
 
     verdict: str
@@ -58,6 +59,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     duration_s: float
     failures: list[str]
     incidents: list[Incident] = []
+    journal: str | None = None
 
 
 def summarise(
@@ -115,6 +117,7 @@ def summarise(
         times=[_times(summary) for summary in summaries],
         duration_s=round(duration_s, 3),
         failures=failures[:100],
+        journal=config.journal,
     )
 
 
@@ -154,6 +157,9 @@ def print_report(report: ReplayReport, console: Console) -> None:
         steps = f"{times.step_ms_p50:.2f} / {times.step_ms_p99:.2f} / {times.step_ms_max:.2f} ms"
         what = f"rank {times.rank}: step p50 / p99 / max; waited for others"
         rows.append((what, f"{steps}; {times.waited_s:.1f} s"))
+    if report.journal is not None:
+        is_broken = any(line.startswith("history:") for line in report.failures)
+        rows.append(("history in the journals", "broken" if is_broken else "holds"))
     rows.append(("duration", f"{report.duration_s:.1f} s"))
     rows.append(("verdict", f"[{colour}]{report.verdict}[/{colour}]"))
     for row in rows:

@@ -135,6 +135,7 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
     points: list[PointRow]
     growth: tuple[Growth, ...]
     ranks: list[RankReport]
+    history: str = ""
 
 
 def build_report(
@@ -181,6 +182,7 @@ def build_report(
         points=_points(gather, conclusion),
         growth=conclusion.growth,
         ranks=[_rank(view, config) for view in gather.views],
+        history=gather.history,
     )
 
 
@@ -281,4 +283,5 @@ def summary(report: SoakReport) -> dict[str, Any]:
         "compared": f"{report.compared_steps:,} steps, {report.compared_trees:,} whole trees",
         "faults": f"{sum(sum(row.struck.values()) for row in report.faults):,}",
         "rare points": f"{sum(row.times > 0 for row in report.points)} of {len(report.points)}",
+        **({"history": report.history} if report.history else {}),
     }

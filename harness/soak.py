@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from consensus.errors import BadInput, ResourceError
+from harness.journals import require_journals
 from harness.launch import RESOLVER
 from harness.live import Metrics
 from harness.rank_actor import RankActor, StoreActor
@@ -309,6 +310,7 @@ def run_soak(config: SoakConfig, options: Options, console: Console) -> int:
     """The whole command: start, drive, report; the exit status. Raises BadInput, ResourceError."""
     if options.out is not None:
         check_out(options.out)
+    require_journals(config.journal, config.num_ranks)
     requests = load_requests(config)
     metrics = None if options.metrics_port is None else Metrics(options.metrics_port)
     try:

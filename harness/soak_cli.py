@@ -92,6 +92,12 @@ def soak(
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="For the report.", show_default=False)
     ] = None,
+    journal: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="For each rank's journal; checked at the end.", show_default=False
+        ),
+    ] = None,
     replay: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Run a reported soak again.", show_default=False),
@@ -183,6 +189,7 @@ def soak(
         pace_ms=pace_ms,
         unsafe_no_votes=unsafe_no_votes,
         budget_step_ms=budget_step_ms,
+        journal=journal,
     )
     return SoakRun(config, options, None)
 

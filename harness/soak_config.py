@@ -46,7 +46,8 @@ class SoakConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``storage_dir``. Page counts are per rank (``stage * tp + tp_rank``), ``page_size`` is in
     tokens. ``walk_every_steps``: how often the ranks compare whole trees and look at the bytes of
     a sample. ``budget_step_ms``: what the 99th
-    percentile of a step may take. ``pace_ms``: what a forward pass takes at least.
+    percentile of a step may take. ``pace_ms``: what a forward pass takes at least. ``journal``: the
+    folder, seen by every rank, for their journals.
     """
 
     tp: int = 2
@@ -77,11 +78,18 @@ class SoakConfig(msgspec.Struct, frozen=True, kw_only=True):
     walk_every_steps: int = 50
     unsafe_no_votes: bool = False
     budget_step_ms: float | None = None
+    journal: str | None = None
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the replica: tp * pp."""
         return self.tp * self.pp
+
+    @property
+    def parts_ranks(self) -> bool:
+        """Ranks are made to differ on purpose: their histories do, too."""
+        sites = {line.name for line in self.plan.fault}
+        return self.unsafe_no_votes or "scheduler diverge" in sites
 
     @property
     def fault_seed(self) -> int:

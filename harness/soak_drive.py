@@ -97,6 +97,7 @@ def drive(
                     view.lost = f"was still {view.phase} at step {view.step} and did not end"
                 break
             time.sleep(POLL_S)
+    gather.check_history()
     return gather, conclude(gather, is_stopped=was_asked)
 
 

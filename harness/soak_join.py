@@ -17,6 +17,7 @@ from consensus.membership import Membership
 from consensus.store import Store
 from harness.coverage import Coverage, CoveringJournal
 from harness.faults import FaultyPool
+from harness.journals import journal_path
 from harness.mischief import Mischief
 from harness.rank import Rank, identity_of
 from harness.soak_config import SoakConfig, cache_config
@@ -98,7 +99,7 @@ def join(
         usable=membership.usable,
         make_mover=_make_mover,
         locator=membership.locator,
-        journal=CoveringJournal(feed.rank, coverage),
+        journal=CoveringJournal(feed.rank, coverage, journal_path(config.journal, feed.rank)),
         beacon=membership.watch,
         regroup=None if config.backend == "nccl" else regroup,
         plan_part=mischief.board.plan_part,

@@ -186,6 +186,7 @@ class SoakLoop:
 
     def end(self) -> None:
         """The loop is over in good order: nothing may be left."""
+        self.rank.cache.journal.flush()
         self.feed.end = End(
             how="stopped" if self._was_stopped else "done",
             leftovers=tuple(self._leftovers()),
@@ -196,6 +197,7 @@ class SoakLoop:
 
     def fail(self, error: BaseException) -> None:
         """The loop is over by an error."""
+        self.rank.cache.journal.flush()
         known = error if isinstance(error, KvpactError) else None
         self.feed.end = End(
             how="raised",

@@ -21,6 +21,7 @@ from consensus.group import Group
 from consensus.store import MemoryStore
 from harness.coverage import Coverage, CoveringJournal
 from harness.gather import Gather
+from harness.journals import journal_path
 from harness.mischief import Mischief
 from harness.rank import Rank
 from harness.report import read_report
@@ -46,7 +47,8 @@ STEP_S = 0.005
 def replay_soak(folder: str, options: Options, console: Console) -> int:
     """Run the soak reported in ``folder`` again; its exit status. Raises BadInput."""
     report = read_report(folder)
-    was, config = report.verdict, report.config
+    # The journals of the first run stay as they are.
+    was, config = report.verdict, msgspec.structs.replace(report.config, journal=None)
     say(console, f"{folder}: {was}, after {report.steps:,} steps")
     steps = min(report.steps + BEYOND_STEPS, MAX_STEPS)
     if report.status:
@@ -82,6 +84,7 @@ def simulate(config: SoakConfig) -> Gather:
     for loop in loops:
         loop.mischief.close()
         loop.rank.close()
+    gather.check_history()
     return gather
 
 
@@ -141,7 +144,7 @@ def _loop(
         usable={"device": min(config.device_pages), "host": min(config.host_pages)},
         make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
         locator=net,
-        journal=CoveringJournal(rank, coverage),
+        journal=CoveringJournal(rank, coverage, journal_path(config.journal, rank)),
         beacon=SimBeacon(net, rank),
         plan_part=mischief.board.plan_part,
         workers=None

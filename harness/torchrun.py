@@ -23,6 +23,7 @@ from typer.exceptions import TyperException
 
 from consensus.errors import BadInput, KvpactError, StoreSilent
 from consensus.store import Store, TcpStore
+from harness.journals import require_journals
 from harness.live import Metrics
 from harness.soak_cli import HARNESS_ERROR, read_flags
 from harness.soak_config import SoakConfig, check_out, load_requests
@@ -128,6 +129,8 @@ def main(words: Sequence[str] | None = None) -> int:
         config, options = _read(list(sys.argv[1:] if words is None else words), place)
         if place.rank == 0 and options.out is not None:
             check_out(options.out)
+        if place.rank == 0:
+            require_journals(config.journal, config.num_ranks)
         return _run(place, config, options)
     except TyperException as error:
         return _complain(error.format_message(), 2)

@@ -5,15 +5,17 @@ Each rank's journal is walked by :mod:`harness.history`; here they are laid besi
 
 from __future__ import annotations
 
+import json
 import sys
+from array import array
 from pathlib import Path
-from typing import Any
 
+import xxhash
 from rich.console import Console
 
 from harness.history import History, Line, Unreadable, Violation, read_lines
 
-__all__ = ["check_folder", "verify"]
+__all__ = ["check_folder", "complaint", "verify"]
 
 
 def verify(folder: str) -> int:
@@ -47,44 +49,74 @@ def _journals(folder: Path) -> list[Path]:
     return sorted(folder.glob("rank*.jsonl"), key=lambda path: (len(path.name), path.name))
 
 
+def complaint(folder: str) -> str:
+    """What is wrong with the history of the run in ``folder``; empty: it holds."""
+    try:
+        check_folder(Path(folder))
+    except (Unreadable, Violation) as error:
+        return f"history: {error}"
+    return ""
+
+
 def check_folder(folder: Path) -> str:
     """One line about the run in ``folder``; raises :class:`Violation` naming file and line."""
-    first: dict[int, list[tuple[str, list[Any]]]] = {}
+    logs = _Logs()
     histories: dict[Path, History] = {}
     for path in _journals(folder):
         history = histories[path] = History()
-        decisions: dict[int, list[tuple[str, list[Any]]]] = {}
         for line in read_lines(path):
             try:
                 history.add(line)
                 if line.place >= 0:
-                    decisions.setdefault(line.epoch, []).append((line.tag, line.values))
-                    _compare(first, line)
+                    logs.add(path, line)
             except Violation as error:
                 raise Violation(f"{path} line {line.number}: {error}") from None
-        for epoch, found in decisions.items():
-            known = first.setdefault(epoch, [])
-            known += found[len(known) :]
     sealed = {epoch for history in histories.values() for epoch in history.sealed}
     last = max((history.epoch for history in histories.values()), default=0)
     for path, history in histories.items():
         left = history.open_intents()
         if left and history.epoch == last and last not in sealed:
             raise Violation(f"{path}: closed: {left[0]} never ended, and the epoch was not closed")
-    decided = sum(len(found) for found in first.values())
     intents = max((history.num_intents for history in histories.values()), default=0)
     return (
-        f"{folder}: holds; {len(histories)} ranks, {decided} decisions, {intents} intents,"
-        f" {len(first)} epochs"
+        f"{folder}: holds; {len(histories)} ranks, {logs.num_decisions} decisions, {intents}"
+        f" intents, {len(logs.epochs)} epochs"
     )
 
 
-def _compare(first: dict[int, list[tuple[str, list[Any]]]], line: Line) -> None:
-    """Logs are prefix-equal: what an earlier journal says at this place, this one says too."""
-    known = first.get(line.epoch, [])
-    if line.place < len(known) and known[line.place] != (line.tag, line.values):
-        tag, values = known[line.place]
-        raise Violation(
-            f"prefix: decision {line.place} of epoch {line.epoch} is {line.tag} {line.values}, but"
-            f" on an earlier rank {tag} {values}"
-        )
+class _Logs:
+    """Logs are prefix-equal: what an earlier journal says at a place, a later one says too.
+
+    A digest a decision is kept, so that the history of a whole night fits into memory.
+    """
+
+    def __init__(self) -> None:
+        self.epochs: dict[int, array[int]] = {}
+        self._told_by: dict[int, list[tuple[int, Path]]] = {}  # from which place on, and by whom
+
+    @property
+    def num_decisions(self) -> int:
+        """Of all epochs."""
+        return sum(len(found) for found in self.epochs.values())
+
+    def add(self, path: Path, line: Line) -> None:
+        """The next decision of this journal. Raises :class:`Violation` where it differs."""
+        known = self.epochs.setdefault(line.epoch, array("Q"))
+        digest = xxhash.xxh3_64_intdigest(json.dumps([line.tag, line.values]).encode())
+        if line.place >= len(known):
+            told_by = self._told_by.setdefault(line.epoch, [])
+            if not told_by or told_by[-1][1] != path:
+                told_by.append((line.place, path))
+            known.append(digest)
+        elif known[line.place] != digest:
+            raise Violation(
+                f"prefix: decision {line.place} of epoch {line.epoch} is {line.tag} {line.values},"
+                f" but on an earlier rank {self._look_up(line)}"
+            )
+
+    def _look_up(self, line: Line) -> str:
+        told_by = [path for place, path in self._told_by[line.epoch] if place <= line.place]
+        for other in read_lines(told_by[-1]):
+            if (other.epoch, other.place) == (line.epoch, line.place):
+                return f"{other.tag} {other.values}"
+        return "something else"

@@ -13,11 +13,13 @@ from consensus.errors import BadInput
 from harness.chaos import SITES, FaultLine, Plan, chaos_plan, fit_plan, parse_plan
 from harness.coverage import POINTS, check_names, missing
 from harness.gather import Gather
+from harness.history import read_lines
 from harness.mischief import Mischief
 from harness.soak_config import SoakConfig
 from harness.soak_feed import FaultEvent
 from harness.soak_replay import simulate
 from harness.verdict import Verdict, conclude
+from harness.verify import complaint
 
 PLAN = """
 seed = 7
@@ -235,6 +237,34 @@ def test_every_mode_holds_under_chaos(how: dict[str, object]) -> None:
     assert found.verdict is Verdict.PASS, found.why
     if "storage" in how:
         assert any(name.startswith("storage.") for name in gather.struck)
+
+
+@pytest.mark.parametrize("mode", ["write_through", "write_back", "buffer_only"])
+def test_the_history_of_a_soak_under_chaos_is_checked_and_holds(mode: str, tmp_path: Path) -> None:
+    storage = {"storage": "memory"} if mode == "buffer_only" else {}
+    gather = simulated(mode=mode, journal=str(tmp_path), steps=100, **storage)
+    assert (gather.history, gather.failures) == ("holds", [])
+    assert complaint(str(tmp_path)) == ""
+    tags = {line.tag for line in read_lines(tmp_path / "rank1.jsonl")}
+    assert {"open", "commit", "abort", "take", "publish", "serve"} <= tags
+
+
+def test_a_history_that_does_not_hold_is_a_broken_promise(tmp_path: Path) -> None:
+    gather = simulated(journal=str(tmp_path), steps=50)
+    path = tmp_path / "rank1.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    place = next(n for n, line in enumerate(lines) if '"commit"' in line)
+    path.write_text("".join(lines[:place] + lines[place + 1 :]))
+    gather.check_history()
+    found = conclude(gather, is_stopped=False)
+    assert (gather.history, found.verdict) == ("broken", Verdict.BROKEN_PROMISE)
+    assert str(path) in found.why[0]
+
+
+def test_no_history_is_asked_for_where_ranks_are_made_to_differ(tmp_path: Path) -> None:
+    gather = simulated(journal=str(tmp_path), unsafe_no_votes=True)
+    assert gather.history.startswith("not checked")
+    assert conclude(gather, is_stopped=False).verdict is Verdict.DIVERGENCE
 
 
 def test_a_divergence_is_survived_where_the_policy_is_to_reset() -> None:

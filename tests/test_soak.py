@@ -79,10 +79,11 @@ def wait_until_gone(folder: str) -> None:
 
 
 def test_a_smoke_soak_with_faults_passes(tmp_path: Path) -> None:
-    done = soak("--smoke", "--steps", "1200", "--seed", "5", "--out", str(tmp_path))
+    words = ("--seed", "5", "--out", str(tmp_path), "--journal", str(tmp_path / "journal"))
+    done = soak("--smoke", "--steps", "1200", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     report = read_report(str(tmp_path))
-    assert report.verdict == "pass"
+    assert (report.verdict, report.history) == ("pass", "holds")
     assert report.collectives_per_step == 1.0
     assert report.compared_steps >= 1200
     assert report.compared_trees >= 20
@@ -158,7 +159,8 @@ def joined(tmp_path: Path, **how: object) -> tuple[int, SoakReport]:
     """Run a soak in the cluster of the fixture; its status and report."""
     from harness.soak import run_soak
 
-    config = SoakConfig(**{"steps": 400, "deadline_s": 4.0, **how})  # pyright: ignore[reportArgumentType]
+    journal = str(tmp_path / "journal")
+    config = SoakConfig(**{"steps": 400, "deadline_s": 4.0, "journal": journal, **how})  # pyright: ignore[reportArgumentType]
     options = Options(address="auto", out=str(tmp_path), start_timeout_s=40.0)
     status = run_soak(config, options, Console(quiet=True))
     return status, read_report(str(tmp_path))
@@ -185,6 +187,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     status, report = joined(tmp_path, plan=plan, steps=100_000)
     assert (status, report.verdict, report.is_expected) == (11, "hang", True)
     assert report.named_ranks == (1,)
+    assert report.history == "holds", report.why
     assert report.ranks[0].error in ("RankStalled", "PeerLost")
     assert report.detection_s is not None
     assert report.detection_s < 4.0
@@ -195,7 +198,7 @@ def test_a_stop_shorter_than_the_deadline_is_survived(tmp_path: Path) -> None:
     fault = FaultLine(site="process", action="stop", ranks=(0,), at_step=100, seconds=1.0)
     plan = Plan(fault=(fault,), cover=("straggler within the deadline",))
     status, report = joined(tmp_path, plan=plan)
-    assert (status, report.verdict) == (0, "pass"), report.why
+    assert (status, report.verdict, report.history) == (0, "pass", "holds"), report.why
     assert report.step_ms.max > 500
 
 
