@@ -21,6 +21,7 @@ from rich.console import Console
 
 from consensus.errors import BadInput
 from harness.files import write_bytes
+from harness.journals import check_journals
 from harness.quiet import quiet
 from harness.random_worlds import draw_scenario, numbered
 from harness.scenario import run_sim
@@ -77,6 +78,8 @@ def run_world(seed: int, *, liveness: bool = False, journals: Path | None = None
     scenario = draw_scenario(seed, liveness=liveness).scenario
     folder = journals / f"world{seed}" if journals is not None else None
     rank_steps, digest, failures = _run(scenario, seed, folder)
+    if folder is not None and not failures and (wrong := check_journals(str(folder))):
+        failures.append(wrong)
     return WorldResult(seed, scenario.world.num_ranks, rank_steps, digest, failures)
 
 

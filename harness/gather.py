@@ -122,8 +122,8 @@ class Gather:
         """The run is over: judge its journals, without the code that wrote them."""
         if self.config.journal is None:
             return
-        if self.config.parts_ranks:
-            self.history = "not checked: ranks were made to differ"
+        if self.config.unsafe_no_votes:
+            self.history = "not checked: votes were ignored"
             return
         wrong = check_journals(self.config.journal)
         self.history = "broken" if wrong else "holds"

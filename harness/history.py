@@ -96,7 +96,7 @@ class History:
 
     def __init__(self) -> None:
         self.epoch = -1
-        self.sealed: set[int] = set()
+        self.sealed: dict[int, str] = {}  # epoch -> the kind of error that ended it
         self.num_decisions = 0
         self.num_intents = 0
         self._intents: dict[int, _Intent] = {}  # those that are open
@@ -292,7 +292,7 @@ class History:
         self._freed[intent.slot] = line.step
 
     def _seal(self, line: Line) -> None:
-        self.sealed.add(line.epoch)
+        self.sealed[line.epoch] = str(line.values[0])
 
     # -- pages -----------------------------------------------------------------------------------
 

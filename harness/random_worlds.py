@@ -185,8 +185,9 @@ def _ended_requests() -> list[Do]:
 
 
 def _draining_tail(world: World) -> list[Do]:
-    # A line of inserts may wait for one demotion after the other.
-    waits = 60 if world.mode == "write_back" else 10
+    # A line of inserts may wait for one demotion after the other; what goes to storage through a
+    # staging of few pages, for one write after the other.
+    waits = {"write_back": 60, "buffer_only": 30}.get(world.mode, 10)
     drain = Drain(number=0, max_steps=waits * (world.lag + 2))
     evict = Evict(number=0, tier="device", pages=max(world.device_pages))
     # In write-back a device that is evicted goes to the host first, one level of the tree a time.

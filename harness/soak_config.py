@@ -86,12 +86,6 @@ class SoakConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp * self.pp
 
     @property
-    def parts_ranks(self) -> bool:
-        """Ranks are made to differ on purpose: their histories do, too."""
-        sites = {line.name for line in self.plan.fault}
-        return self.unsafe_no_votes or "scheduler diverge" in sites
-
-    @property
     def fault_seed(self) -> int:
         """What the times of the faults are drawn from."""
         return self.seed if self.plan.seed is None else self.plan.seed

@@ -71,27 +71,35 @@ def check_folder(folder: Path) -> str:
                     logs.add(path, line)
             except Violation as error:
                 raise Violation(f"{path} line {line.number}: {error}") from None
-    sealed = {epoch for history in histories.values() for epoch in history.sealed}
+    sealed: dict[int, str] = {}
+    for history in histories.values():
+        sealed |= history.sealed
+    for epoch, told in logs.parted.items():
+        if sealed.get(epoch) != "Divergence":
+            raise Violation(told)
     last = max((history.epoch for history in histories.values()), default=0)
     for path, history in histories.items():
         left = history.open_intents()
         if left and history.epoch == last and last not in sealed:
             raise Violation(f"{path}: closed: {left[0]} never ended, and the epoch was not closed")
     intents = max((history.num_intents for history in histories.values()), default=0)
+    parted = f"; of these {len(logs.parted)} parted, and ended as that" if logs.parted else ""
     return (
         f"{folder}: holds; {len(histories)} ranks, {logs.num_decisions} decisions, {intents}"
-        f" intents, {len(logs.epochs)} epochs"
+        f" intents, {len(logs.epochs)} epochs{parted}"
     )
 
 
 class _Logs:
     """Logs are prefix-equal: what an earlier journal says at a place, a later one says too.
 
-    A digest a decision is kept, so that the history of a whole night fits into memory.
+    ``parted`` has, by epoch, the first difference: where all ranks were told of it, in a seal, it
+    is no broken rule. A digest a decision is kept, so that a whole night fits into memory.
     """
 
     def __init__(self) -> None:
         self.epochs: dict[int, array[int]] = {}
+        self.parted: dict[int, str] = {}
         self._told_by: dict[int, list[tuple[int, Path]]] = {}  # from which place on, and by whom
 
     @property
@@ -100,7 +108,7 @@ class _Logs:
         return sum(len(found) for found in self.epochs.values())
 
     def add(self, path: Path, line: Line) -> None:
-        """The next decision of this journal. Raises :class:`Violation` where it differs."""
+        """The next decision of this journal."""
         known = self.epochs.setdefault(line.epoch, array("Q"))
         digest = xxhash.xxh3_64_intdigest(json.dumps([line.tag, line.values]).encode())
         if line.place >= len(known):
@@ -108,10 +116,10 @@ class _Logs:
             if not told_by or told_by[-1][1] != path:
                 told_by.append((line.place, path))
             known.append(digest)
-        elif known[line.place] != digest:
-            raise Violation(
-                f"prefix: decision {line.place} of epoch {line.epoch} is {line.tag} {line.values},"
-                f" but on an earlier rank {self._look_up(line)}"
+        elif known[line.place] != digest and line.epoch not in self.parted:
+            self.parted[line.epoch] = (
+                f"{path} line {line.number}: prefix: decision {line.place} of epoch {line.epoch} is"
+                f" {line.tag} {line.values}, but on an earlier rank {self._look_up(line)}"
             )
 
     def _look_up(self, line: Line) -> str:

@@ -63,6 +63,30 @@ def test_histories_of_random_worlds_hold(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path)]) == 0
 
 
+#: A random world in which a rank is made to differ; policy reset.
+PARTS = 1017
+
+
+def test_logs_that_part_are_right_only_where_all_were_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not run_world(PARTS, journals=tmp_path).failures
+    run = tmp_path / f"world{PARTS}"
+    assert main(["verify", str(run)]) == 0
+    assert "2 epochs; of these 1 parted" in capsys.readouterr().out
+    whole = [_read(run, rank) for rank in (0, 1)]
+    for lines in whole:
+        for line in lines:
+            if line[3] == "sealed":
+                line[4] = ["RankStalled", 1]
+    without = [[line for line in lines if line[3] != "sealed"] for lines in whole]
+    for doctored in (whole, without):
+        for rank in (0, 1):
+            _write(run, doctored[rank], rank)
+        assert main(["verify", str(run)]) == 1
+        assert "prefix: " in capsys.readouterr().out
+
+
 def test_it_imports_nothing_of_the_code_that_wrote_the_journals() -> None:
     for module in (harness.history, harness.verify):
         assert module.__file__ is not None
