@@ -128,11 +128,15 @@ class Tiers:
         gone = node.num_pages
         if self.demoter is not None and tier is Tier.DEVICE and not node.host.is_published:
             return gone if self.demoter.demote(node) else 0
-        self.num_evicted[tier] += gone
-        self.manager.note("evict", tier.value, node.node_id, gone)
-        self.drop(node, tier)
+        self.evict_node(node, tier)
         self.prune()
         return gone
+
+    def evict_node(self, node: Node, tier: Tier) -> None:
+        """Take a published node out of ``tier`` to make room."""
+        self.num_evicted[tier] += node.num_pages
+        self.manager.note("evict", tier.value, node.node_id, node.num_pages)
+        self.drop(node, tier)
 
     # -- pages -----------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class WriteBack(Backup):
     def _delete(self, node: Node) -> None:
         """The victim goes, and what only the host has below it could not be reached any more."""
         self._withdrawal.retract_host(node)
-        self._tiers.drop(node, Tier.DEVICE)
+        self._tiers.evict_node(node, Tier.DEVICE)
         self._tiers.prune()
 
     # -- participant -----------------------------------------------------------------------------
@@ -109,8 +109,7 @@ class WriteBack(Backup):
                 self._withdrawal.retract_host(node)
         for node in reversed(self._detach(carriage, has_arrived=is_moved)):
             if tiers.tree.order[Tier.DEVICE].is_candidate(node):
-                tiers.num_evicted[Tier.DEVICE] += node.num_pages
-                tiers.drop(node, Tier.DEVICE)
+                tiers.evict_node(node, Tier.DEVICE)
 
     def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""

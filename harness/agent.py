@@ -7,6 +7,7 @@ done afterwards, over all ranks, by :mod:`harness.scenario`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 
 import msgspec
@@ -30,6 +31,7 @@ from harness.scenario_model import (
     Admit,
     AttachStorage,
     Compute,
+    Decide,
     DetachStorage,
     Do,
     Drain,
@@ -159,11 +161,8 @@ class Agent:
 
     def _do(self, entry: Do) -> Program:
         match entry:
-            case Step():
-                for _ in range(entry.times):
-                    yield from self._step()
-            case Drain():
-                yield from self._drain(entry)
+            case Step() | Decide() | Drain():
+                yield from self._go_on(entry)
             case Insert():
                 self._insert(entry)
             case LoadBack():
@@ -183,6 +182,17 @@ class Agent:
                 self._expect(entry)
             case _:
                 self._manage(entry)
+
+    def _go_on(self, entry: Step | Decide | Drain) -> Program:
+        """What communicates."""
+        match entry:
+            case Step():
+                for _ in range(entry.times):
+                    yield from self._step()
+            case Decide():
+                yield from self._round(self.cache.begin_decide)
+            case Drain():
+                yield from self._drain(entry)
 
     def _manage(self, entry: Managed) -> None:
         """Faults, admin calls, and the calls of an engine that owns its pages."""
@@ -299,10 +309,13 @@ class Agent:
             yield from self._iterate()
 
     def _iterate(self) -> Program:
+        yield from self._round(partial(self.cache.begin_step, self._iteration))
+
+    def _round(self, begin: Callable[[], None]) -> Program:
         yield Pause(self.scenario.world.step_ms / 1000)
         self._settle_copies()
         self._entered_s = self.cache.stepper.group.now()
-        self.cache.begin_step(self._iteration)
+        begin()
         while (result := self.cache.poll_step()) is None:
             yield Pause()
         self._after(result)

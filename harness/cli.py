@@ -85,7 +85,8 @@ def replay(
         str, typer.Option(metavar="LxHxD", help="Layers, heads, head dimension of the pages.")
     ] = "1x1x1",
     journal: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write each rank's journal there.")
+        str | None,
+        typer.Option(metavar="DIR", help="Write each rank's journal there, and judge them."),
     ] = None,
     mode: Annotated[ModeFlag, typer.Option(help="How pages come to the host.")] = "write_through",
     storage: Annotated[StorageFlag, typer.Option(help="A storage tier, each rank's own.")] = "none",
@@ -94,6 +95,10 @@ def replay(
     ] = None,
     storage_mb: Annotated[int, typer.Option(help="Capacity of each rank's storage, MiB.")] = 1024,
     eviction: Annotated[EvictionFlag, typer.Option(help="Who goes first.")] = "lru",
+    headroom: Annotated[int, typer.Option(help="Device pages kept voted, had at once.")] = 0,
+    decide: Annotated[
+        bool, typer.Option("--decide", help="An extra round rather than a wait for pages.")
+    ] = False,
     json_out: JsonOut = None,
     seed: Seed = 0,
 ) -> int:
@@ -118,6 +123,8 @@ def replay(
         storage_dir=storage_dir,
         storage_mb=storage_mb,
         eviction=eviction,
+        headroom_pages=headroom,
+        decides=decide,
     )
     from harness import replay as replays
 

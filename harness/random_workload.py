@@ -12,6 +12,7 @@ from harness.scenario_model import (
     Admit,
     AttachStorage,
     Compute,
+    Decide,
     DetachStorage,
     Do,
     Drain,
@@ -56,6 +57,7 @@ _WEIGHTS: Final[dict[str, float]] = {
     "reset": 0.3,
     "diverge": 0.5,
     "step": 10,
+    "decide": 1,
     "fault": 4,
     "heal": 1,
     "drain": 1,
@@ -99,6 +101,7 @@ class Workload:
             "free": lambda: Free(number=0, request=self._running(), pages=draw.randint(1, 3)),
             "headroom": lambda: Headroom(number=0, pages=draw.randint(0, 4)),
             "step": self._step,
+            "decide": lambda: Decide(number=0),
             "fault": self._fault,
             "heal": lambda: Heal(number=0),
             "drain": lambda: Drain(number=0, max_steps=200),
@@ -117,6 +120,7 @@ class Workload:
             kinds[kind] = world.storage != "none"
         if draw.random() < 0.7:  # most worlds with a storage keep it
             kinds["attach"] = kinds["detach"] = False
+        kinds["decide"] = world.pp == 1
         kinds["reset"] = draw.random() < 0.2
         kinds["diverge"] = world.policy in ("reset", "detach") and kinds["fault"]
         if world.side_pools:  # the engine's own pages cannot be inserted beside side pools

@@ -55,13 +55,15 @@ def replay(config: ReplayConfig) -> int:
 
 def _require_room(config: ReplayConfig, requests: list[TraceRequest]) -> None:
     """Every request must fit into the smallest device pool, or it could never run."""
-    capacity = min(config.device_pages)
+    capacity = min(config.device_pages) - config.headroom_pages
+    beside = f" beside a headroom of {config.headroom_pages}" if config.headroom_pages else ""
     for request in requests:
         num_pages = len(request.hash_ids) * BLOCK_TOKENS // config.page_size
         if num_pages > capacity:
             raise BadInput(
                 f"--device-pages: request {request.index} of {config.trace} needs {num_pages}"
-                f" pages of {config.page_size} tokens, the smallest device pool has {capacity}"
+                f" pages of {config.page_size} tokens, the smallest device pool has"
+                f" {capacity}{beside}"
             )
 
 

@@ -33,7 +33,9 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     of 0 pages is no host tier. ``page_size`` is in tokens, ``lanes`` is how many requests run at
     the same time, ``kv_shape`` is (layers, heads, head dimension) of the pages' real tensors.
     ``mode`` and ``eviction`` are those of the cache; ``storage`` is each rank's own, of
-    ``storage_mb`` MiB, ``file`` below ``storage_dir``.
+    ``storage_mb`` MiB, ``file`` below ``storage_dir``. ``headroom_pages`` are kept voted, to be had
+    at once; what they do not have is asked for in the next step, or, with ``decides``, in an extra
+    round before it.
     """
 
     trace: str
@@ -55,6 +57,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     storage_dir: str | None = None
     storage_mb: int = 1024
     eviction: Eviction = "lru"
+    headroom_pages: int = 0
+    decides: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -84,6 +88,9 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             for count in counts:
                 _within(flag, count, least, MAX_PAGES)
         _within("--lanes", self.lanes, 1, MAX_LANES)
+        _within("--headroom", self.headroom_pages, 0, min(self.device_pages) - 1)
+        if self.decides and self.pp > 1:
+            raise BadInput("--decide: would deadlock against the activations of --pp stages")
         if self.limit is not None:
             _within("--limit", self.limit, 1, 2**31 - 1)
         for size in self.kv_shape:
@@ -118,6 +125,8 @@ def replay_config(
     storage_dir: str | None = None,
     storage_mb: int = 1024,
     eviction: Eviction = "lru",
+    headroom_pages: int = 0,
+    decides: bool = False,
 ) -> ReplayConfig:
     """Build a config: one count stands for every rank, the lag is 0, or ``pp`` with stages."""
     # Before the counts are spread over the ranks: a wrong number of ranks is the first thing wrong.
@@ -143,6 +152,8 @@ def replay_config(
         storage_dir=storage_dir,
         storage_mb=storage_mb,
         eviction=eviction,
+        headroom_pages=headroom_pages,
+        decides=decides,
     )
 
 

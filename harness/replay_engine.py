@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -36,7 +37,11 @@ class Phase(enum.Enum):
 
 
 class Totals(msgspec.Struct):
-    """What the requests got; pages of ``page_size`` tokens, blocks of the trace."""
+    """What the requests got; pages of ``page_size`` tokens, blocks of the trace.
+
+    ``at_once`` counts calls for pages that the headroom answered, ``asked`` those that were voted,
+    ``rounds`` the extra rounds for them.
+    """
 
     requests: int = 0
     blocks: int = 0
@@ -46,6 +51,9 @@ class Totals(msgspec.Struct):
     storage_hits: int = 0
     retries: int = 0
     recomputed: int = 0
+    at_once: int = 0
+    asked: int = 0
+    rounds: int = 0
 
 
 class Lane:
@@ -81,7 +89,9 @@ class Engine:
     """Replays ``requests`` on one rank. ``after_step`` is called after each step with its result.
 
     A request that finds no pages gives back what it has and tries again; the oldest goes first, so
-    somebody always gets on. Raises :class:`InternalError` where loaded bytes are not right.
+    somebody always gets on. With ``decides`` pages that are asked for are decided in an extra round
+    of the same iteration, as for an engine that cannot wait. Raises :class:`InternalError` where
+    loaded bytes are not right.
     """
 
     def __init__(
@@ -92,6 +102,7 @@ class Engine:
         lanes: int,
         settle_copies: Callable[[], None],
         after_step: Callable[[StepResult], None],
+        decides: bool = False,
     ) -> None:
         self.rank = rank
         self.cache = rank.cache
@@ -104,6 +115,9 @@ class Engine:
         self._settle_copies = settle_copies
         self._after_step = after_step
         self._iteration = 0
+        self._decides = decides
+        self._has_asked = False
+        self._has_headroom = rank.cache.config.headroom_pages > 0
         storage = rank.cache.storage is not None
         self._stages = storage and rank.cache.config.mode == "buffer_only"
         self._prefetches = storage and not self._stages
@@ -114,14 +128,22 @@ class Engine:
             self._finish()
             for lane in sorted(self._lanes, key=_age):
                 self._admit(lane)
+            if self._decides and self._has_asked:
+                self.totals.rounds += 1
+                yield from self._communicate(self.cache.begin_decide)
+            self._has_asked = False
             self._iteration += 1
-            self._settle_copies()
-            self.cache.begin_step(self._iteration)
-            while (result := self.cache.poll_step()) is None:
-                yield Pause()
-            self._after_step(result)
-            for lane in self._lanes:
-                self._run(lane, result)
+            yield from self._communicate(partial(self.cache.begin_step, self._iteration))
+
+    def _communicate(self, begin: Callable[[], None]) -> Program:
+        """A step, or an extra round."""
+        self._settle_copies()
+        begin()
+        while (result := self.cache.poll_step()) is None:
+            yield Pause()
+        self._after_step(result)
+        for lane in self._lanes:
+            self._run(lane, result)
 
     @property
     def _is_busy(self) -> bool:
@@ -182,8 +204,14 @@ class Engine:
         if self._stages and lane.load is not None and lane.load.state is TicketState.PENDING:
             return  # nobody knows yet how much of it storage has
         missing = len(lane.tokens) // self._page_size - self._covered(lane)
-        if missing > 0:
-            lane.pages = self.cache.request_pages(lane.name, missing)
+        if missing <= 0:
+            return
+        if self._has_headroom and self.cache.allocate(lane.name, missing) is not None:
+            self.totals.at_once += 1
+            return
+        self.totals.asked += 1
+        self._has_asked = True
+        lane.pages = self.cache.request_pages(lane.name, missing)
 
     def _covered(self, lane: Lane) -> int:
         """Pages of the prompt that the request has, or that its load-back may bring."""

@@ -126,12 +126,15 @@ def cache_config(config: ReplayConfig, rank: int) -> CacheConfig:
         mode=config.mode,
         eviction=config.eviction,
         low_water_pages=_low_water(config),
+        headroom_pages=config.headroom_pages,
     )
 
 
 def _low_water(config: ReplayConfig) -> int:
-    """Write-back keeps a sixteenth of the device free, so that few requests wait."""
-    return min(config.device_pages) // 16 if config.mode == "write_back" else 0
+    """Write-back keeps a sixteenth of the device free, or what fills the headroom again."""
+    if config.mode != "write_back":
+        return 0
+    return max(min(config.device_pages) // 16, config.headroom_pages)
 
 
 def make_backend(config: ReplayConfig, rank: int) -> BackendBase | None:
@@ -190,6 +193,7 @@ def run_rank(context: RankContext, packed: bytes) -> None:
         rank,
         read_trace(config.trace, limit=config.limit),
         lanes=config.lanes,
+        decides=config.decides,
         settle_copies=recorder.enter,
         after_step=after_step,
     )
@@ -233,6 +237,7 @@ def replay_sim(config: ReplayConfig, requests: list[TraceRequest]) -> Played:
             rank,
             requests,
             lanes=config.lanes,
+            decides=config.decides,
             settle_copies=recorder.enter,
             after_step=recorder.after_step,
         )

@@ -54,6 +54,9 @@ class ReplayReport(msgspec.Struct, frozen=True):
     commits: dict[str, int]
     aborts: dict[str, int]
     retries: int
+    at_once: int
+    asked: int
+    rounds: int
     evicted: dict[str, int]
     times: list[RankTimes]
     duration_s: float
@@ -110,6 +113,9 @@ def summarise(
         commits=first.commits if first is not None else {},
         aborts=first.aborts if first is not None else {},
         retries=totals.retries if totals is not None else 0,
+        at_once=totals.at_once if totals is not None else 0,
+        asked=totals.asked if totals is not None else 0,
+        rounds=totals.rounds if totals is not None else 0,
         evicted={
             "device": first.metrics["evicted_device"] if first is not None else 0,
             "host": first.metrics["evicted_host"] if first is not None else 0,
@@ -150,6 +156,12 @@ def print_report(report: ReplayReport, console: Console) -> None:
     rows += [(f"commits, {kind}", f"{count:,}") for kind, count in sorted(report.commits.items())]
     rows += [(f"aborts, {cause}", f"{count:,}") for cause, count in sorted(report.aborts.items())]
     rows.append(("requests tried again for want of pages", f"{report.retries:,}"))
+    if report.at_once or report.rounds:
+        rows.append(
+            ("calls for pages: had at once / voted", f"{report.at_once:,} / {report.asked:,}")
+        )
+        share = report.rounds / report.steps if report.steps else 0.0
+        rows.append(("extra rounds", f"{report.rounds:,} ({share:.4f} of all)"))
     rows += [(f"pages evicted, {tier}", f"{count:,}") for tier, count in report.evicted.items()]
     rows.append(("steps", f"{report.steps:,}"))
     rows.append(("collectives per step", f"{report.collectives_per_step:.2f}"))

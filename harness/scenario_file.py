@@ -173,6 +173,8 @@ def _entry(
     _check_common(entry, place, world)
     if isinstance(entry, model.Fault):
         _check_fault(entry, place, world)
+    if isinstance(entry, model.Decide) and world.pp > 1:
+        place.wrong("op", "would deadlock against the activations of pipeline stages (pp > 1)")
     return entry
 
 

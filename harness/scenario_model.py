@@ -26,6 +26,7 @@ __all__ = [
     "Admit",
     "AttachStorage",
     "Compute",
+    "Decide",
     "DetachStorage",
     "Do",
     "Drain",
@@ -254,6 +255,10 @@ class Step(Entry, frozen=True, kw_only=True, tag="step"):
     times: Steps = 1
 
 
+class Decide(Entry, frozen=True, kw_only=True, tag="decide"):
+    """An extra round between two steps, for an engine that cannot wait; not with pp > 1."""
+
+
 class Drain(Entry, frozen=True, kw_only=True, tag="drain"):
     """Steps until nothing is pending; not idle after ``max_steps`` is a failure."""
 
@@ -320,6 +325,7 @@ Do = (
     | Headroom
     | Settle
     | Step
+    | Decide
     | Drain
     | Reset
     | AttachStorage

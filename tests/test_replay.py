@@ -35,6 +35,9 @@ SAME = (
     "commits",
     "aborts",
     "retries",
+    "at_once",
+    "asked",
+    "rounds",
     "evicted",
 )
 
@@ -80,6 +83,8 @@ def recompute(entries: list[list[Any]], page_size: int) -> dict[str, Any]:
     commits: Counter[str] = Counter()
     aborts: Counter[str] = Counter()
     evicted = Counter({"device": 0, "host": 0})
+    posts = [values[0] for _, _, _, tag, values in entries if tag == "post"]
+    rounds = len(posts) - len(set(posts) - {0})  # a round has the iteration of the step before it
     for _, _, _, tag, values in entries:
         found[tag] += 1
         match tag:
@@ -113,6 +118,9 @@ def recompute(entries: list[list[Any]], page_size: int) -> dict[str, Any]:
         "commits": dict(commits),
         "aborts": dict(aborts),
         "retries": found["no pages"],
+        "at_once": found["allocate"],
+        "asked": found["request_pages"],
+        "rounds": rounds,
         "evicted": dict(evicted),
     }
 
@@ -189,6 +197,32 @@ def test_without_a_host_and_with_too_few_pages(flags: list[str], tmp_path: Path)
     check(report, journals)
     assert (report["hits"]["host"] > 0) == ("0" not in flags)
     assert (report["retries"] > 0) == ("26" in flags)
+
+
+def test_a_headroom_kept_filled_makes_extra_rounds_rare(tmp_path: Path) -> None:
+    """In write-back, where pages that have to be made free first take some steps."""
+    base = ["--ranks", "sim", "--mode", "write_back", *pages(400, (400, 380))]
+    found: list[dict[str, Any]] = []
+    for name, flags in {"always": ["--decide"], "rarely": ["--decide", "--headroom", 80]}.items():
+        (tmp_path / name).mkdir()
+        report, journals = replay(tmp_path / name, *base, *flags)
+        check(report, journals)
+        found.append(report)
+    always, rarely = found
+    assert (always["at_once"], always["rounds"] > 100) == (0, True)
+    assert rarely["rounds"] <= 5
+    assert rarely["at_once"] > 50 * rarely["asked"]
+    assert abs(always["hit_rate"] - rarely["hit_rate"]) < 0.05
+
+
+def test_a_lag_is_over_with_an_extra_round(tmp_path: Path) -> None:
+    base = ["--ranks", "sim", "--lag", 3, *pages(100, (90, 70)), "--limit", LIMIT]
+    (tmp_path / "waits").mkdir()
+    waits, _ = replay(tmp_path / "waits", *base)
+    decides, journals = replay(tmp_path, *base, "--decide")
+    check(decides, journals)
+    assert decides["rounds"] > 0
+    assert decides["steps"] - decides["rounds"] < waits["steps"]
 
 
 def test_the_seed_changes_nothing_that_counts(tmp_path: Path) -> None:
@@ -343,6 +377,10 @@ def _running(process: subprocess.Popen[str], journals: Path) -> list[int]:
         ("--device-pages 10", "--device-pages: request "),
         ("--device-pages 2048,15", "pages of 512 tokens, the smallest device pool has 15"),
         ("--tp 2 --pp 2 --host-pages 9,9,9", "one for each of 4 ranks, got 3"),
+        ("--tp 1 --pp 2 --decide", "--decide: would deadlock"),
+        ("--headroom 2048", "--headroom: must be between 0 and 2047, got 2048"),
+        ("--headroom 2040", "has 8 beside a headroom of 2040"),
+        ("--journal {0}/others", "rank7.jsonl is of another run, with more ranks"),
         ("--json {0}", "is a directory; expected a file to write"),
         ("--json {0}/no/out.json", "its parent directory does not exist"),
         ("--journal {0}/file", "file is not a directory"),
@@ -358,6 +396,8 @@ def test_bad_input_is_one_line_and_status_2(
     (tmp_path / "broken.jsonl").write_text("".join(lines[:2]) + lines[2][:-10] + "\n")
     (tmp_path / "file").touch()
     (tmp_path / "taken" / "rank1.jsonl").mkdir(parents=True)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "rank7.jsonl").touch()
     words = flags.format(tmp_path).split()
     assert cli.main(["replay", *words, "--ranks", ranks]) == 2
     out, err = capsys.readouterr()
