@@ -1103,3 +1103,23 @@ def test_slots_that_do_not_match_are_found(spoils: str) -> None:
         del manager._open[second.serial]
     with pytest.raises(InternalError, match="slots"):
         manager.check_integrity()
+
+
+def test_a_new_intent_knows_nothing_yet() -> None:
+    owner = Owner({"a": 9})
+    manager = make_manager(0, owner)
+    intent = manager.open("copy", 1, {"a": 2}, owner)
+    assert intent is not None
+    assert (intent.vote, intent.agreed, intent.result, intent.local_result) == (0, 0, 0, 0)
+    assert (intent.decided_ms, intent.posted_step, intent.cause) == (-1, -1, "")
+    assert (intent.opened_step, intent.opened_ms) == (1, 0)
+    assert not intent.is_committed
+    turn(manager, 300)
+    assert intent.is_committed
+    assert (intent.decided_ms, intent.posted_step) == (300, 1)
+    manager.mark_ended(intent)
+    manager.reserve_open()
+    outcomes = manager.settle(manager.read(manager.post(9)))
+    assert intent.is_committed
+    with pytest.raises(AttributeError):
+        setattr(outcomes[0], "intent", None)  # noqa: B010  the type forbids it, too

@@ -62,6 +62,47 @@ def test_what_waits_in_line_is_named(lag: int) -> None:
     assert "a pin that blocks every admission" in error.message
 
 
+def test_an_intent_may_be_as_old_as_its_bound_and_no_older() -> None:
+    owner = Owner({"a": 9})
+    manager = make_manager(0, owner, copy_timeout_s=1e6)
+    manager.clock_ms = 500
+    intent = manager.open("copy", "slow", {"a": 1}, owner)
+    assert intent is not None
+    progress = Progress(manager, bound_s=BOUND_S)
+    manager.clock_ms = 2500
+    assert progress.overdue() == ""
+    manager.clock_ms = 2501
+    assert progress.overdue() == "copy slow has waited for 2.0 s: it has no verdict yet"
+    assert describe(manager)[0].endswith("open for 2.0 s")
+    manager.reserve_open()
+    manager.settle(manager.read(manager.post(1, now_ms=2700)))
+    assert progress.overdue() == "copy slow has waited for 2.2 s: it has not ended on all ranks"
+    manager.mark_ended(intent)
+    assert ", ended here, open for 2.2 s" in describe(manager)[0]
+    manager.settle(manager.read(manager.post(2, now_ms=9000)))
+    assert progress.overdue() == ""
+
+
+def test_lines_are_looked_at_now_and_then_only() -> None:
+    """Asking costs, and it is done on the hot path."""
+    manager = make_manager(0)
+    asked: list[int] = []
+
+    def waits() -> dict[str, str]:
+        asked.append(manager.clock_ms)
+        return {"r": "room"}
+
+    progress = Progress(manager, bound_s=1.6, waits=waits)
+    for now_ms in range(0, 1001, 10):
+        manager.clock_ms = now_ms
+        assert progress.overdue() == ""
+    assert asked == list(range(0, 1001, 100)), "sixteen times within the bound"
+    manager.clock_ms = 1600
+    assert progress.overdue() == ""
+    manager.clock_ms = 1700
+    assert progress.overdue() == "r has waited for 1.7 s: room"
+
+
 def test_who_comes_and_goes_does_not_grow_old() -> None:
     manager = make_manager(0)
     waiting: dict[str, str] = {}
@@ -108,6 +149,9 @@ def test_a_description_is_bounded_and_says_what_is_local() -> None:
     assert len(lines) == MAX_DESCRIBED + 1
     assert lines[0] == "copy 0 (#0, slot 0, a=1): proposed, not ended here, open for 0.0 s"
     assert lines[-1] == "and 3 more"
+    few = make_manager(0, owner, num_slots=MAX_DESCRIBED + 9)
+    open_many(few, owner, MAX_DESCRIBED)
+    assert len(describe(few)) == MAX_DESCRIBED == 32, "nothing is left to be counted"
 
 
 def test_the_bound_is_a_limit_of_the_stepper() -> None:

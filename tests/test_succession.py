@@ -232,6 +232,71 @@ def test_a_rank_that_does_not_come_to_the_new_epoch_is_the_same_error_on_all(lag
             world.ranks[number].stepper.begin(99)
 
 
+@LAGS
+def test_a_reset_is_journaled_logged_and_counted(
+    lag: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(lag)
+    told: dict[int, list[tuple[str, tuple[object, ...]]]] = {}
+    for number, rank in enumerate(world.ranks):
+        known = told.setdefault(number, [])
+        rank.manager.journal.fact = lambda tag, *values, known=known: known.append((tag, values))
+    assert not world.run(3)
+    groups = [rank.stepper.group for rank in world.ranks]
+    world.ranks[1].manager.note("evict", "host", 17)
+    with caplog.at_level("ERROR", "kvpact"):
+        assert not world.run(lag + 4)
+    for number, rank in enumerate(world.ranks):
+        succession = rank.stepper.succession
+        assert (succession.num_resets, succession.group_epoch, rank.manager.epoch) == (1, 1, 1)
+        seals = [values for tag, values in told[number] if tag == "sealed"]
+        assert len(seals) == 1
+        assert seals[0][0] == "Divergence"
+        old, new = groups[number], rank.stepper.group
+        assert isinstance(old, EpochLink)
+        assert isinstance(new, EpochLink)
+        assert (old.is_closed, new.is_closed, new.base) == (True, False, 10_000)
+        incident = succession.incident
+        assert incident is not None
+        assert (incident.rank, incident.epoch, len(incident.reports)) == (number, 0, 3)
+    assert sum("all ranks reset" in line for line in caplog.messages) == 3
+
+
+@pytest.mark.parametrize("apart_s, resets", [(1.0, 2), (30.0, 5)])
+def test_resets_are_forgiven_with_time(apart_s: float, resets: int) -> None:
+    """Two within 20 s are allowed; the third within that time raises."""
+    world = World(policy=Policy("reset", max_resets=2, window_s=20.0))
+    for number in range(5):
+        assert not world.run(2)
+        world.ranks[1].manager.note("evict", "host", number)
+        errors = world.run(2)
+        if errors:
+            assert isinstance(one_error(list(errors.values())), Divergence)
+            break
+        world.net.now_s += apart_s
+    assert {rank.stepper.succession.num_resets for rank in world.ranks} == {resets}
+
+
+def test_only_a_detach_says_what_it_could_keep() -> None:
+    for kind, expected in (("reset", []), ("detach", [7])):
+        world = World(policy=Policy(kind))
+        assert not world.run(2)
+        world.ranks[1].manager.note("evict", "host", 17)
+        assert not world.run(3)
+        incident = world.ranks[0].stepper.succession.incident
+        assert incident is not None
+        assert [one.kept for one in incident.reports] == [expected] * 3
+
+
+def test_what_is_observed_twice_is_told_twice() -> None:
+    """Each observation has reports and a seal of its own."""
+    world = World(policy=Policy("observe"))
+    assert not world.run(2)
+    world.ranks[1].manager.note("evict", "host", 17)
+    assert not world.run(3)
+    assert [rank.stepper.succession.closer.round_number for rank in world.ranks] == [1] * 3
+
+
 def test_who_was_missing_is_agreed() -> None:
     """Rank 0 has lost patience before rank 2 came; rank 1 would have seen it come."""
     store = MemoryStore()
