@@ -227,13 +227,16 @@ def search(
     states_max: Annotated[
         int, typer.Option(help="Cut each setting short after so many states.")
     ] = 2_000_000,
+    jobs: Annotated[int, typer.Option(help="Settings that are searched at the same time.")] = 1,
 ) -> int:
     """Go through all states of small worlds and check every promise in each."""
     if states_max < 1:
         raise BadInput(f"--states-max: must be at least 1, got {states_max}")
+    if not 1 <= jobs <= 256:
+        raise BadInput(f"--jobs: must be in 1..256, got {jobs}")
     from harness import search as searches
 
-    return searches.search(small=small, states_max=states_max)
+    return searches.search(small=small, states_max=states_max, jobs=jobs)
 
 
 @app.command()

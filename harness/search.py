@@ -15,7 +15,10 @@ import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from typing import Any, Final
 
 import msgspec
@@ -343,26 +346,42 @@ LARGE: Final = (
 )
 
 
-def search(*, small: bool, states_max: int = STATES_MAX) -> int:
-    """Search all settings and print what came of each; 1 where a promise does not hold."""
+def search(*, small: bool, states_max: int = STATES_MAX, jobs: int = 1) -> int:
+    """Search all settings and print what came of each; 1 where a promise does not hold.
+
+    ``jobs`` processes search as many settings at a time.
+    """
     console = Console(highlight=False, soft_wrap=True)
     num_states = num_transitions = num_failed = num_cut = 0
-    for setting in SMALL if small else LARGE:
-        found = explore(setting, states_max=states_max)
+    for found in _explore_all(SMALL if small else LARGE, states_max, jobs):
         num_states += found.num_states
         num_transitions += found.num_transitions
         num_failed += bool(found.failure)
         num_cut += found.is_cut
-        how = "[yellow]cut short[/yellow]" if found.is_cut else "complete"
-        console.print(
-            f"{setting.name}: {found.num_states:,} states, {found.num_transitions:,} transitions,"
-            f" depth {found.depth}, {found.spent_s:.1f} s, {how}"
-        )
-        if found.failure:
-            console.print(f"  [red]FAILS[/red]  {found.failure}")
-            for action in found.path:
-                console.print(f"    {' '.join(map(str, action))}", markup=False)
+        _tell(found, console)
     verdict = f"[red]{num_failed} fail[/red]" if num_failed else "all promises hold"
     cut = f", {num_cut} of the settings cut short" if num_cut else ""
     console.print(f"{verdict}: {num_states:,} states, {num_transitions:,} transitions{cut}")
     return int(bool(num_failed))
+
+
+def _explore_all(settings: Sequence[Setting], states_max: int, jobs: int) -> Iterator[Found]:
+    """What came of each setting, in their order."""
+    call = partial(explore, states_max=states_max)
+    if jobs == 1:
+        yield from map(call, settings)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(call, settings)
+
+
+def _tell(found: Found, console: Console) -> None:
+    how = "[yellow]cut short[/yellow]" if found.is_cut else "complete"
+    console.print(
+        f"{found.setting.name}: {found.num_states:,} states, {found.num_transitions:,} transitions,"
+        f" depth {found.depth}, {found.spent_s:.1f} s, {how}"
+    )
+    if found.failure:
+        console.print(f"  [red]FAILS[/red]  {found.failure}")
+        for action in found.path:
+            console.print(f"    {' '.join(map(str, action))}", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from consensus import manager as managers
 from consensus.participant import Intent
-from harness.search import SMALL, explore, replay
+from harness.search import SMALL, explore, replay, search
 from harness.search_digest import digest
 from harness.search_world import Setting, World
 
@@ -45,6 +46,17 @@ def test_idle_steps_lead_back_to_where_they_began() -> None:
 
 def test_a_search_can_be_cut_short() -> None:
     assert explore(Setting(), states_max=20).is_cut
+
+
+def test_two_processes_come_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[list[str]] = []
+    for jobs in (1, 2):
+        assert search(small=True, states_max=40, jobs=jobs) == 0
+        lines = capsys.readouterr().out.splitlines()
+        told.append([re.sub(r"[\d.]+ s, ", "", line) for line in lines])
+    assert told[0] == told[1]
+    assert len(told[0]) == len(SMALL) + 1
+    assert told[0][-1].endswith(f"{len(SMALL)} of the settings cut short")
 
 
 # -- what is wrong is found ------------------------------------------------------------------------
