@@ -739,3 +739,107 @@ def test_a_silent_store_at_the_deadline_is_named_and_the_error_sticks(lag: int) 
 def test_limits_must_be_positive(name: str, value: float) -> None:
     with pytest.raises(Misuse, match=name):
         StepLimits(**{name: value})
+
+
+# -- rounds, clocks, and what is kept --------------------------------------------------------------
+
+
+def finish(world: World) -> None:
+    """Poll all ranks until what they have begun is over."""
+    inside = list(world.ranks)
+    for _ in range(200):
+        inside = [rank for rank in inside if rank.stepper.poll() is None]
+        if not inside:
+            return
+        world.net.now_s += TICK_S
+    raise AssertionError("it does not end")
+
+
+@LAGS
+def test_rounds_are_numbered_and_settled_at_once(lag: int) -> None:
+    world = World(lag=lag)
+    world.settle_in()
+    for number in (1, 2):
+        world.open()
+        for rank in world.ranks:
+            rank.stepper.begin_round()
+        finish(world)
+        for rank in world.ranks:
+            assert rank.manager.settled_step == rank.manager.step
+            assert rank.stepper._headers[rank.manager.step].round == number
+            assert rank.stepper._headers[rank.manager.step].iteration == world.iteration
+            assert rank.settled[-1].endswith(f"x{world.num_opened - 1}")
+    world.step()
+    assert only(rank.stepper._headers[rank.manager.step].round for rank in world.ranks) == 0
+
+
+def test_a_round_is_for_between_two_steps_of_an_epoch_that_goes_on() -> None:
+    world = World()
+    world.settle_in()
+    rank = world.ranks[0]
+    rank.stepper.begin(99)
+    with pytest.raises(Misuse, match="between two steps"):
+        rank.stepper.begin_round()
+    rank.stepper.error = PeerLost("it is over")
+    with pytest.raises(PeerLost, match="it is over"):
+        rank.stepper.begin_round()
+
+
+def test_waiting_is_counted_and_the_agreed_clock_is_that_of_the_epoch() -> None:
+    world = World()
+    world.net.now_s = 50.0  # none of it belongs to the epoch: steppers begin to count when made
+    world.ranks = [Rank(world, number, 0) for number in range(3)]
+    world.step()
+    assert only(rank.manager.clock_ms for rank in world.ranks) < 100
+    before = [rank.stepper.waited_s for rank in world.ranks]
+    world.net.now_s += 2.0
+    world.step({2: 0.4})
+    waited = [rank.stepper.waited_s - was for rank, was in zip(world.ranks, before, strict=True)]
+    assert waited[0] == pytest.approx(0.4, abs=0.05)
+    assert waited[2] < 0.05
+    world.step()
+    clock_ms = only(rank.manager.clock_ms for rank in world.ranks)
+    assert clock_ms == pytest.approx(2400, abs=100)
+
+
+def test_the_agreed_clock_stands_still_while_one_pauses() -> None:
+    world = World()
+    world.settle_in()
+    for rank in world.ranks:
+        with rank.stepper.paused("graph capture"):
+            if rank is world.ranks[0]:
+                assert world.net.places[0][1] == "paused: graph capture"
+                world.net.now_s += 7.0
+    assert not any(world.step().values())
+    assert not any(world.step().values())
+    assert only(rank.manager.clock_ms for rank in world.ranks) < 1000
+    assert not world.net.places[0][1].startswith("paused")
+
+
+@LAGS
+def test_what_is_kept_of_settled_steps_is_bounded(lag: int) -> None:
+    world = World(lag=lag)
+    world.settle_in(60)
+    for rank in world.ranks:
+        stepper = rank.stepper
+        assert len(stepper._headers) <= lag + 9
+        assert len(stepper._posted_at) <= lag + 2
+        assert len(stepper._held) <= lag + 2
+        assert max(stepper._headers) == rank.manager.step
+
+
+@LAGS
+def test_an_exception_while_settling_ends_the_step_behind_what_is_settled(lag: int) -> None:
+    world = World(lag=lag)
+    world.settle_in()
+    settled = only(rank.manager.settled_step for rank in world.ranks)
+
+    def fails(outcomes: list[Outcome]) -> None:
+        raise ValueError("cannot publish")
+
+    world.ranks[1].stepper._on_settled = fails
+    error = one_error([error for error in world.run().values() if error is not None])
+    assert (type(error), error.ranks) == (PeerError, (1,))
+    assert "cannot publish" in error.message
+    assert error.step == settled + 2, "the step itself is settled"
+    assert only(rank.manager.settled_step for rank in world.ranks) >= settled + 1

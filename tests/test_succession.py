@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -295,6 +296,51 @@ def test_what_is_observed_twice_is_told_twice() -> None:
     world.ranks[1].manager.note("evict", "host", 17)
     assert not world.run(3)
     assert [rank.stepper.succession.closer.round_number for rank in world.ranks] == [1] * 3
+    for rank in world.ranks:
+        rank.stepper.renew({"a": 50})
+        # The keys of the first round in the store are used up as long as the group is the same.
+        assert rank.stepper.succession.closer.round_number == 1
+        assert rank.manager.epoch == 1
+
+
+@LAGS
+def test_a_new_epoch_keeps_nothing_of_the_old_one(lag: int) -> None:
+    world = World(lag)
+    assert not world.run(3)
+    world.ranks[1].manager.note("evict", "host", 17)
+    assert not world.run(1)
+    while {rank.manager.epoch for rank in world.ranks} == {0}:
+        assert not world.run(1)
+    for rank in world.ranks:
+        stepper = rank.stepper
+        assert all(header.epoch == 1 for header in stepper._headers.values())
+        assert max([*stepper._posted_at, *stepper._held], default=0) <= rank.manager.step
+
+
+def test_the_journal_is_on_disk_before_a_rank_reports(tmp_path: Path) -> None:
+    world = World(policy=Policy("raise"))
+    rank = world.ranks[0]
+    rank.manager.journal._file = (tmp_path / "0.jsonl").open("wb")
+    assert not world.run(2)
+    rank.manager.note("evict", "host", 17)
+    assert world.run(2)
+    assert b'"evict",["host",17]' in (tmp_path / "0.jsonl").read_bytes()
+    rank.manager.journal.close()
+
+
+def test_who_does_not_come_to_a_new_epoch_is_waited_for_as_long_as_its_deadline() -> None:
+    world = World()
+    assert not world.run(4)
+    world.ranks[1].manager.note("evict", "host", 17)
+
+    def dies(seal: Seal) -> None:
+        raise SystemExit
+
+    world.ranks[1].luggage.drop = dies
+    began = world.net.now_s
+    errors = world.run(2)
+    assert isinstance(errors[0], RankStalled)
+    assert DEADLINE_S + GRACE_S <= world.net.now_s - began < 2 * DEADLINE_S + 2 * GRACE_S
 
 
 def test_who_was_missing_is_agreed() -> None:
