@@ -27,7 +27,7 @@ class FakeWatch:
         self.asked_for_stacks: list[int] = []
 
     def see(self, rank: int, life: Life, unseen_s: float = 0.0, phase: str = "idle") -> None:
-        at = Position(rank, 0, 7, phase, 8, 1.5, 99, 1234, "host", 5.0, "machine")
+        at = Position(rank, 0, 7, phase, 8, 1.5, 99, 1234, 5, "host", "machine")
         self.sightings[rank] = Sighting(rank, life, at, unseen_s)
 
     def judge(self, ranks: Sequence[int], *, within_s: float = 1.0) -> dict[int, Sighting]:
