@@ -112,20 +112,23 @@ class BufferFlush(Backup):
         return run
 
     def _put_back(self, nodes: list[Node]) -> None:
-        """To the head of the line, in their order."""
+        """To the head of the line, in their order; what came last has no place any more."""
         for node in reversed(nodes):
             if node.is_alive and not node.is_queued:
                 node.is_queued = True
                 self._queue.appendleft(node)
+        while len(self._queue) > self._queue_nodes_max:
+            self.num_dropped += 1
+            self._forget(self._queue.pop())
 
     def _forget_queue(self) -> None:
         """Storage is off, or about to be: nothing new is written."""
-        for node in self._queue:
-            above: Node | None = node
-            while above is not None and above.is_queued:
-                above.is_queued = False
-                above = above.parent
-        self._queue.clear()
+        while self._queue:
+            self._forget(self._queue.pop())
+
+    def _forget(self, node: Node) -> None:
+        for above in _queued_path(node):
+            above.is_queued = False
 
     def _is_too_large(self, node: Node) -> bool:
         """It could never be staged, or follows one that was dropped: drop it, do not block."""
@@ -173,7 +176,7 @@ class BufferFlush(Backup):
         """Staging for whole nodes, from the first on, as far as it goes."""
         carriage = self._carriages[intent.serial]
         staging = self._tiers.pools[Tier.HOST]
-        for node in carriage.nodes[: self._tiers.desk.room]:
+        for node in carriage.nodes[: max(0, self._tiers.desk.room)]:
             pages = staging.reserve(node.num_pages)
             if pages is None:
                 break

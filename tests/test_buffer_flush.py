@@ -378,6 +378,24 @@ def test_a_load_without_device_room_leaves_no_staging() -> None:
     assert world.free_pages(HOST) == [16, 16]
 
 
+def test_the_line_is_bounded_whatever_comes_back_to_it() -> None:
+    """Two were taken out of a line of three and two more came: of five the last two have to go."""
+    world = buffered(write_queue_nodes_max=3, lag=1, host_pages=[4, 16])
+    texts = ["ab", "cd", "ef", "gh", "ij"]
+    resident(world, *texts)
+    queue(world, "ab", "cd", "ef")
+    world.fault(1, "host.reserve", "refuse", times=2)
+    world.step()
+    assert world.same(lambda cache: cache.backup.num_queued) == 1
+    queue(world, "gh", "ij")
+    world.step()
+    assert world.same(lambda cache: cache.backup.num_queued) <= 3
+    world.drain()
+    assert [world.in_storage(text)[0] for text in texts] == [2, 2, 2, 0, 0]
+    assert not any(world.node(text).is_queued for text in texts)
+    assert world.same(lambda cache: cache.backup.num_dropped) == 2
+
+
 def test_what_is_loading_is_not_written_out() -> None:
     world = buffered()
     world.store("ab")
