@@ -145,6 +145,7 @@ def _draw_world(draw: random.Random) -> World:
         prefetch_timeout_s=draw.choice((0.01, 0.03, 0.1)),
         prefetch_minimum_pages=draw.choice((1, 1, 1, 2)),
         storage_queue_pages=draw.choice((2, 4, 4096, 4096)),
+        write_queue_nodes_max=draw.choice((1, 3, 1 << 16, 1 << 16, 1 << 16)),
         side_pools=_draw_side_pools(draw, device, max(host, 1), tp * pp) if has_side else (),
     )
 

@@ -81,6 +81,7 @@ def world_config(world: World, rank: int) -> CacheConfig:
         prefetch_timeout_s=world.prefetch_timeout_s,
         prefetch_minimum_pages=world.prefetch_minimum_pages,
         storage_queue_pages=world.storage_queue_pages,
+        write_queue_nodes_max=world.write_queue_nodes_max,
         side_pools=tuple(
             SideSpec(side.name, side.need, -(-(side.window or 0) // world.page_size))
             for side in world.side_pools

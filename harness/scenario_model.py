@@ -127,6 +127,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefetch_timeout_s: Seconds = 1.0
     prefetch_minimum_pages: Count = 1
     storage_queue_pages: Count = 4096
+    write_queue_nodes_max: Count = 1 << 16
     side_pools: tuple[SidePool, ...] = msgspec.field(default=(), name="side_pool")
 
     @property

@@ -117,6 +117,7 @@ _PLAIN = {
     "prefetch_timeout_s": 1.0,
     "prefetch_minimum_pages": 1,
     "storage_queue_pages": 4096,
+    "write_queue_nodes_max": 1 << 16,
     "storage": "memory",
 }
 

@@ -129,10 +129,8 @@ def test_bad_flags_are_one_line(
 
 
 def _forget_to_unpin(self: WriteThrough, intent: Intent) -> None:
-    """A planted fault: an aborted backup keeps the pin of its parent's path."""
-    carriage = self._carriages[intent.serial]
-    if intent.state.value == "closed":
-        carriage.anchor = None
+    """A planted fault: a backup that is over keeps the pin of its parent's path."""
+    self._carriages[intent.serial].anchor = None
     _ENDED(self, intent)
 
 

@@ -14,6 +14,8 @@ import harness.history
 import harness.verify
 from harness.cli import main
 from harness.fuzz import run_world
+from harness.scenario import run_sim
+from harness.scenario_file import parse_scenario
 
 Lines = list[list[Any]]
 Doctor = Callable[[Lines], None]
@@ -63,25 +65,56 @@ def test_histories_of_random_worlds_hold(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path)]) == 0
 
 
-#: A random world in which a rank is made to differ; policy reset.
-PARTS = 1017
+PARTS = """
+name = "rank 1 evicts what the others do not"
+
+[world]
+tp = 3
+page_size = 4
+device_pages = 16
+host_pages = 16
+policy = "reset"
+
+[[do]]
+op = "insert"
+request = "a"
+tokens = "0..16"
+
+[[do]]
+op = "drain"
+
+[[do]]
+op = "evict"
+tier = "device"
+pages = 1
+ranks = [1]
+
+[[do]]
+op = "evict"
+tier = "host"
+pages = 1
+
+[[do]]
+op = "step"
+times = 2
+"""
 
 
 def test_logs_that_part_are_right_only_where_all_were_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not run_world(PARTS, journals=tmp_path).failures
-    run = tmp_path / f"world{PARTS}"
+    run = tmp_path / "run"
+    assert not run_sim(parse_scenario(PARTS, "parts.toml"), journals=run).failures
     assert main(["verify", str(run)]) == 0
-    assert "2 epochs; of these 1 parted" in capsys.readouterr().out
-    whole = [_read(run, rank) for rank in (0, 1)]
+    assert "epochs; of these 1 parted" in capsys.readouterr().out
+    whole = [_read(run, rank) for rank in range(3)]
     for lines in whole:
         for line in lines:
             if line[3] == "sealed":
                 line[4] = ["RankStalled", 1]
     without = [[line for line in lines if line[3] != "sealed"] for lines in whole]
     for doctored in (whole, without):
-        for rank in (0, 1):
+        for rank in range(3):
             _write(run, doctored[rank], rank)
         assert main(["verify", str(run)]) == 1
         assert "prefix: " in capsys.readouterr().out
