@@ -8,10 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
 from cache.hierarchical_cache import HierarchicalCache
+from harness import scenario_model
+from harness.scenario import run_sim
+from harness.scenario_file import read_scenario
 
 ROOT = Path(__file__).parent.parent
 DESIGN = (ROOT / "docs" / "design.md").read_text()
@@ -100,3 +105,20 @@ def test_links_and_named_files_are_there(path: Path) -> None:
         r"`((?:consensus|cache|harness|tests|scripts)/[\w/]+(?:\.\w+)?)`", text
     ):
         assert (ROOT / target).exists(), target
+
+
+def test_every_word_of_the_scenario_language_is_explained(tmp_path: Path) -> None:
+    text = (ROOT / "docs/scenarios.md").read_text()
+    words = {field.encode_name for field in msgspec.structs.fields(scenario_model.World)}
+    for entry in get_args(scenario_model.Do):
+        words.add(str(entry.__struct_config__.tag))
+        words |= {field.encode_name for field in msgspec.structs.fields(entry)} - {"number"}
+    words |= {*scenario_model.COUNTERS, *scenario_model.SCHEDULER_ACTIONS}
+    words |= {*scenario_model.POOL_ACTIONS, *scenario_model.COPY_ACTIONS}
+    words |= set(scenario_model.STORAGE_ACTIONS)
+    missing = {word for word in words if f"`{word}`" not in text and f"`{word} = " not in text}
+    assert missing == set()
+    example = text.partition("```toml\n")[2].partition("```")[0]
+    path = tmp_path / "example.toml"
+    path.write_text(example)
+    assert run_sim(read_scenario(path)).failures == []
