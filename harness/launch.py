@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -35,6 +36,8 @@ MAX_OUTPUT_BYTES = 16 << 10
 #: Between asking a rank to end and killing it.
 TERMINATE_S = 0.5
 POLL_S = 0.02
+#: A signal is on its way for a while where cores are few.
+STOP_S = 5.0
 #: Torch's store looks up the name of every peer that connects, in its one thread: where a name
 #: server is slow, all ranks would find the store silent for the 5 s that is the usual patience.
 #: (`attempts:0` asks none at all, which everything on one machine can do without, but then torch
@@ -214,8 +217,14 @@ class Launch:
         return self._children[rank].process.pid
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to one rank that has not ended yet."""
-        self._children[rank].process.send_signal(number)
+        """Send a signal to one rank that has not ended yet; after SIGSTOP none of it runs."""
+        process = self._children[rank].process
+        process.send_signal(number)
+        end_s = time.monotonic() + STOP_S
+        while number is signal.SIGSTOP and not _is_stopped(process.pid):
+            if time.monotonic() >= end_s:
+                raise ResourceError(f"rank {rank} did not stop within {STOP_S:g} s", rank=rank)
+            time.sleep(0.001)
 
     def send(self, rank: int, message: Any) -> None:
         """Send one message to a rank; :class:`ResourceError` where it does not read."""
@@ -365,3 +374,15 @@ def launch(
         serve_store=serve_store,
     ) as ranks:
         return ranks.join()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Every thread of the process has stopped, or is gone."""
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            state = task.read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue  # this thread has ended
+        if state not in "TtZX":
+            return False
+    return True
