@@ -325,7 +325,7 @@ LARGE: Final = (
             *_settings(2, (0, 1), relation=relation, refusals=False, ticks=1),
             *_settings(2, (0, 1, 2), relation=relation, refusals=False, faults=("crash",)),
             *_settings(2, (0, 1, 2), relation=relation, refusals=False, faults=("skip", "repeat")),
-            *_settings(3, (0,), relation=relation, refusals=False),
+            *_settings(3, (0,), relation=relation),
         )
     ),
     *(
