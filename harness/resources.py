@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-import psutil
 
+from consensus.errors import BadInput
 from harness.soak_feed import Resources
 
-__all__ = ["Growth", "growth", "sample", "shm_segments"]
+if TYPE_CHECKING:
+    import psutil
+
+__all__ = ["Growth", "growth", "own_process", "sample", "shm_segments"]
 
 #: The share of a run at its start that is not judged: buffers and trees fill up.
 WARM_UP: Final = 0.4
@@ -37,6 +40,18 @@ class Growth(msgspec.Struct, frozen=True):
     largest: float
     slope_per_h: float
     leaks: bool
+
+
+def own_process() -> psutil.Process:
+    """This process, for :func:`sample`. Raises BadInput without psutil, which only soaks need."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        raise BadInput(
+            "soak: the package psutil is missing: install kvpact[ray] (in a clone: scripts/setup"
+            " --ray), or without Ray: pip install psutil prometheus-client"
+        ) from None
+    return psutil.Process()
 
 
 def sample(process: psutil.Process, at_s: float) -> Resources:
@@ -63,6 +78,8 @@ def shm_segments() -> list[str]:
 
 
 def _num_fds(process: psutil.Process) -> int:
+    import psutil
+
     try:
         return int(process.num_fds())
     except (AttributeError, psutil.Error):

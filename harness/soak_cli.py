@@ -248,8 +248,9 @@ def run(words: Sequence[str]) -> int:
         from harness.soak import run_soak
     except ModuleNotFoundError as error:
         raise BadInput(
-            f"soak: the package {error.name} is missing: install kvpact[ray], or run the same"
-            " loop without Ray: torchrun --nproc-per-node 2 -m harness.torchrun"
+            f"soak: the package {error.name} is missing: install kvpact[ray] (in a clone:"
+            " scripts/setup --ray), or run the same loop without Ray: torchrun --nproc-per-node 2"
+            " -m harness.torchrun"
         ) from None
     try:
         return run_soak(flags.config, flags.options, console)

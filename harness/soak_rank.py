@@ -12,14 +12,12 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import psutil
-
 from cache.hierarchical_cache import StepResult
 from cache.node import Node, Tier
 from consensus.errors import KvpactError
 from harness.checkers import snapshot
 from harness.promises import broken_promises
-from harness.resources import sample
+from harness.resources import own_process, sample
 from harness.soak_config import SoakConfig
 from harness.soak_engine import Rounds, SoakEngine
 from harness.soak_feed import Bucket, End, Feed
@@ -52,7 +50,7 @@ class SoakLoop:
         self.coverage = joined.coverage
         self.is_ending = False
         self._store = joined.store
-        self._process = psutil.Process()
+        self._process = own_process()
         self._draw = random.Random(f"sample {config.seed} {rank.cache.rank}")
         self._stop_at: int | None = config.steps
         self._was_stopped = False

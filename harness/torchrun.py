@@ -25,6 +25,7 @@ from consensus.errors import BadInput, KvpactError, StoreSilent
 from consensus.store import Store, TcpStore
 from harness.journals import require_journals
 from harness.live import Metrics
+from harness.resources import own_process
 from harness.soak_cli import HARNESS_ERROR, read_flags
 from harness.soak_config import SoakConfig, check_out, load_requests
 from harness.soak_drive import Options, drive, finish
@@ -127,6 +128,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         place = place_from(os.environ)
         config, options = _read(list(sys.argv[1:] if words is None else words), place)
+        own_process()  # or the loop's thread would be the first to miss its package
         if place.rank == 0 and options.out is not None:
             check_out(options.out)
         if place.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -233,3 +234,35 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     stub(monkeypatch, "replay", replay=replay)
     with pytest.raises(InternalError):
         cli.main(["replay"])
+
+
+@pytest.mark.parametrize(
+    "call, status, says",
+    [
+        ("harness.cli soak --help", 0, "--journal"),
+        ("harness.cli soak --steps 5", 2, "ray is missing: install kvpact[ray]"),
+        ("harness.torchrun --steps 5", 2, "psutil is missing: install kvpact[ray]"),
+    ],
+)
+def test_without_the_packages_of_a_soak_it_says_what_to_install(
+    call: str, status: int, says: str
+) -> None:
+    module, *words = call.split()
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('psutil', 'ray', 'prometheus_client')));"
+        f" import {module} as module; sys.exit(module.main({words!r}))"
+    )
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **place, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert says in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("\n") == (1 if status else 0)
