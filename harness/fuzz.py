@@ -78,7 +78,11 @@ def run_world(seed: int, *, liveness: bool = False, journals: Path | None = None
     scenario = draw_scenario(seed, liveness=liveness).scenario
     folder = journals / f"world{seed}" if journals is not None else None
     rank_steps, digest, failures = _run(scenario, seed, folder)
-    if folder is not None and not failures and (wrong := check_journals(str(folder))):
+    if (
+        folder is not None
+        and not failures
+        and (wrong := check_journals(str(folder), range(scenario.world.num_ranks)))
+    ):
         failures.append(wrong)
     return WorldResult(seed, scenario.world.num_ranks, rank_steps, digest, failures)
 

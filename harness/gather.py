@@ -125,7 +125,9 @@ class Gather:
         if self.config.unsafe_no_votes:
             self.history = "not checked: votes were ignored"
             return
-        wrong = check_journals(self.config.journal)
+        # Who has come to its end has written: nothing there means that it wrote elsewhere.
+        ended = [view.rank for view in self.views if view.end is not None]
+        wrong = check_journals(self.config.journal, ended)
         self.history = "broken" if wrong else "holds"
         self._keep(self.failures, [wrong] if wrong else [])
 

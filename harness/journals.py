@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from consensus.errors import BadInput
@@ -38,6 +39,18 @@ def require_journals(folder: str | None, num_ranks: int) -> None:
         raise BadInput(f"--journal: {path} cannot be written: {error.strerror}") from None
 
 
-def check_journals(folder: str | None) -> str:
-    """What is wrong with the history in ``folder``; empty: it holds, or none was written."""
-    return "" if folder is None else complaint(folder)
+def check_journals(folder: str | None, ranks: Sequence[int]) -> str:
+    """What is wrong with the history in ``folder``; empty: it holds, or none was asked for.
+
+    ``ranks`` must have written something: an empty journal would hold whatever happened.
+    """
+    if folder is None:
+        return ""
+    for rank in ranks:
+        path = journal_path(folder, rank)
+        if path is None or not path.is_file() or not path.stat().st_size:
+            return (
+                f"history: rank {rank} has written nothing to {path}: --journal must be a folder"
+                " that all ranks see"
+            )
+    return complaint(folder)

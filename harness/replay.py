@@ -43,7 +43,7 @@ def replay(config: ReplayConfig) -> int:
     ended = min((summary.totals.requests for summary in summaries), default=0)
     if ended != len(requests):
         failures.append(f"only {ended} of {len(requests)} requests came to their end")
-    if wrong := check_journals(config.journal):
+    if wrong := check_journals(config.journal, range(config.num_ranks)):
         failures.append(wrong)
     report = summarise(config, summaries, failures, time.monotonic() - started)
     report = msgspec.structs.replace(report, incidents=played.told())

@@ -261,6 +261,16 @@ def test_a_history_that_does_not_hold_is_a_broken_promise(tmp_path: Path) -> Non
     assert str(path) in found.why[0]
 
 
+def test_a_journal_that_is_elsewhere_proves_nothing(tmp_path: Path) -> None:
+    """As on a cluster whose ranks do not see one folder: what the driver made is empty."""
+    gather = simulated(journal=str(tmp_path), steps=20)
+    (tmp_path / "rank1.jsonl").write_bytes(b"")
+    gather.check_history()
+    found = conclude(gather, is_stopped=False)
+    assert (gather.history, found.verdict) == ("broken", Verdict.BROKEN_PROMISE)
+    assert "rank 1 has written nothing" in found.why[0]
+
+
 def test_no_history_is_asked_for_where_ranks_are_made_to_differ(tmp_path: Path) -> None:
     gather = simulated(journal=str(tmp_path), unsafe_no_votes=True)
     assert gather.history.startswith("not checked")
