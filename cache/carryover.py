@@ -137,7 +137,9 @@ class Carryover:
         """A new tree of the pages that every rank has, the same on all ranks whatever parted them.
 
         ``kept`` are hashes, for membership only. Recency begins anew, in the order of the tokens.
-        A request whose whole path is kept goes on with it; the others' pages are orphaned.
+        A request whose whole path is kept goes on with it. Another must recompute; it holds what
+        is kept of its path, so that nobody else gets what it may still read, and the rest of its
+        pages are orphaned.
         """
         parts = self._parts
         arrived = self._arrived()
@@ -154,7 +156,13 @@ class Carryover:
             for request in parts.requests
             if request.held is None or self._is_kept(request.held, kept)
         ]
-        parts.orphans.take(request for request in parts.requests if request not in going_on)
+        cut = [request for request in parts.requests if request not in going_on]
+        stays = [page for key, page in arrived.items() if key in kept]
+        parts.orphans.take(
+            cut,
+            but={page.page for page in stays},
+            but_side={pair for page in stays for pair in page.side.items()},
+        )
         for request in going_on:
             request.held = None
         parts.tree.clear()
@@ -172,7 +180,18 @@ class Carryover:
             if request.name in paths:
                 path = parts.tree.match(paths[request.name], spaces[request.name])
                 parts.requests.hold(request, path[-1])
+        for request in sorted(cut, key=lambda one: one.name):
+            request.must_recompute = True
+            tokens, space = paths[request.name], spaces[request.name]
+            path = parts.tree.match(tokens[: self._num_kept(tokens, space, kept)], space)
+            parts.requests.hold(request, path[-1] if path else None)
         self._reset_pools(pages, side)
+
+    def _num_kept(self, tokens: Tokens, namespace: str, kept: set[int]) -> int:
+        """How many leading tokens are kept."""
+        size = self._parts.config.page_size
+        hashes = page_hashes(tokens, size, 0, namespace)
+        return size * sum(1 for _ in takewhile(kept.__contains__, hashes))
 
     def _place(self, node: Node, pages: list[_Page]) -> None:
         names = {name for page in pages for name in page.side}
@@ -196,11 +215,8 @@ class Carryover:
         found: list[tuple[str, Tokens]] = []
         for node in self._parts.tree.nodes():
             tokens = np.concatenate([one.tokens for one in node.path()])
-            size = self._parts.config.page_size
-            hashes = page_hashes(tokens, size, 0, node.namespace)
-            num_pages = sum(1 for _ in takewhile(kept.__contains__, hashes))
-            if num_pages:
-                found.append((node.namespace, tokens[: num_pages * size]))
+            if num_tokens := self._num_kept(tokens, node.namespace, kept):
+                found.append((node.namespace, tokens[:num_tokens]))
         found.sort(key=lambda one: (one[0], one[1].tobytes()))
         # What another one begins with comes just before it. Ranks have it cut into other nodes, and
         # each insert counts as a use: so each page is inserted once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from cache.node import Tier
@@ -28,8 +28,17 @@ class Orphans:
 
     # -- taking ----------------------------------------------------------------------------------
 
-    def take(self, requests: Iterable[Request]) -> None:
-        """All that ``requests`` hold is orphaned: they have no path and no pages of their own."""
+    def take(
+        self,
+        requests: Iterable[Request],
+        *,
+        but: Container[int] = (),
+        but_side: Container[tuple[str, int]] = (),
+    ) -> None:
+        """All that ``requests`` hold is orphaned: they have no path and no pages of their own.
+
+        ``but`` what a tree owns from now on, of lost requests too.
+        """
         alive = [*requests, *self._lost.values()]
         for request in alive:
             for node in [] if request.held is None else request.held.path():
@@ -37,6 +46,8 @@ class Orphans:
                 for name, pages in node.device.side.items():
                     request.side_orphans += [(name, page) for _, page in pages]
             request.orphans += request.private
+            request.orphans = [page for page in request.orphans if page not in but]
+            request.side_orphans = [pair for pair in request.side_orphans if pair not in but_side]
             request.held, request.private = None, []
         self._pages = Counter(page for request in alive for page in request.orphans)
         self._side_pages = Counter(pair for request in alive for pair in request.side_orphans)
