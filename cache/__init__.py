@@ -6,51 +6,58 @@ The middle layer: it imports ``consensus``, whose first user it is, and never ``
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvpact.consensus.lazy import public
 
 if TYPE_CHECKING:
-    from cache.assembly import join_cache
-    from cache.config import CacheConfig
-    from cache.hierarchical_cache import HierarchicalCache, InsertResult, Match, StepResult
-    from cache.node import Tier
-    from cache.requests import RequestReport
-    from cache.tensors import KVShape, KVTensors
-    from cache.ticket import Ticket, TicketState
+    from kvpact.cache.config import CacheConfig
+    from kvpact.cache.copies.side_pools import SidePool
+    from kvpact.cache.hierarchical_cache import HierarchicalCache, InsertResult, Match, StepResult
+    from kvpact.cache.join import join_cache
+    from kvpact.cache.memory.shape import KVShape
+    from kvpact.cache.memory.tensors import KVTensors
+    from kvpact.cache.requests.table import RequestReport
+    from kvpact.cache.requests.ticket import Ticket, TicketState
+    from kvpact.cache.storage import BackendBase, Identity, open_backend
+    from kvpact.cache.tree.events import CacheEvent
+    from kvpact.cache.tree.node import Tier
+    from kvpact.cache.tree.side import SideSpec
 
 __all__ = [
+    "BackendBase",
     "CacheConfig",
+    "CacheEvent",
     "HierarchicalCache",
+    "Identity",
     "InsertResult",
     "KVShape",
     "KVTensors",
     "Match",
     "RequestReport",
+    "SidePool",
+    "SideSpec",
     "StepResult",
     "Ticket",
     "TicketState",
     "Tier",
     "join_cache",
+    "open_backend",
 ]
 
-# Each comes from its module when it is first asked for: errors and a ballot need no torch.
-_MODULES = {
-    "assembly": ("join_cache",),
-    "config": ("CacheConfig",),
-    "hierarchical_cache": ("HierarchicalCache", "InsertResult", "Match", "StepResult"),
-    "node": ("Tier",),
-    "requests": ("RequestReport",),
-    "tensors": ("KVShape", "KVTensors"),
-    "ticket": ("Ticket", "TicketState"),
+_HOMES = {
+    "kvpact.cache.config": ("CacheConfig",),
+    "kvpact.cache.copies.side_pools": ("SidePool",),
+    "kvpact.cache.hierarchical_cache": ("HierarchicalCache", "InsertResult", "Match", "StepResult"),
+    "kvpact.cache.join": ("join_cache",),
+    "kvpact.cache.memory.shape": ("KVShape",),
+    "kvpact.cache.memory.tensors": ("KVTensors",),
+    "kvpact.cache.requests.table": ("RequestReport",),
+    "kvpact.cache.requests.ticket": ("Ticket", "TicketState"),
+    "kvpact.cache.storage": ("BackendBase", "Identity", "open_backend"),
+    "kvpact.cache.tree.events": ("CacheEvent",),
+    "kvpact.cache.tree.node": ("Tier",),
+    "kvpact.cache.tree.side": ("SideSpec",),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = public(__name__, _HOMES)

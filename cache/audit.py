@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cache.buffer_flush import BufferFlush
-from cache.node import STORAGE, Node, Tier
-from cache.parts import Parts
-from consensus.errors import InternalError
+from kvpact.cache.core import Parts
+from kvpact.cache.paths.buffer_flush import BufferFlush
+from kvpact.cache.tree.node import STORAGE, Node, Tier
+from kvpact.consensus.core.errors import InternalError
 
 __all__ = ["audit"]
 

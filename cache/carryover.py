@@ -12,10 +12,10 @@ from itertools import takewhile
 
 import numpy as np
 
-from cache.content import page_hashes
-from cache.node import Node, Residency, Tier, Tokens
-from cache.parts import Parts
-from consensus.report import Seal
+from kvpact.cache.core import Parts
+from kvpact.cache.memory.content import page_hashes
+from kvpact.cache.tree.node import Node, Residency, Tier, Tokens
+from kvpact.consensus.epoch.report import Seal
 
 __all__ = ["Carryover"]
 
@@ -31,7 +31,7 @@ class _Page:
 
 
 class Carryover:
-    """The cache's :class:`consensus.step.Carrier`."""
+    """The cache's :class:`kvpact.consensus.step.step.Carrier`."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -6,11 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from cache.node import STORAGE, Tier
-from cache.side_pools import SideSpec
-from cache.tensors import KVShape
-from consensus.ballot import Schema
-from consensus.errors import Misuse
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.tree.node import STORAGE, Tier
+from kvpact.cache.tree.side import SideSpec
+from kvpact.consensus.core.ballot import Schema
+from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["CacheConfig", "config_facts", "schema_of"]
 
@@ -31,7 +31,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     pages: no host tier), and so are ``side_pages`` (device and host pages of each side pool);
     everything else must be equal on all ranks.
 
-    ``policy`` says what follows a divergence (:class:`consensus.report.Policy`).
+    ``policy`` says what follows a divergence (:class:`kvpact.consensus.epoch.report.Policy`).
     ``mode`` says how pages come to the other tiers: ``write_through`` backs each node up after its
     insert, ``write_through_selective`` after its second use, ``write_back`` when it is evicted from
     the device, ``buffer_only`` uses the host as staging towards the storage only.
@@ -134,7 +134,7 @@ def schema_of(config: CacheConfig) -> Schema:
 
 
 def config_facts(config: CacheConfig) -> dict[str, str]:
-    """What must be equal on all ranks, for :func:`consensus.membership.introduce`."""
+    """What must be equal on all ranks, for :func:`kvpact.consensus.membership.introduce`."""
     own = ("device_pages", "host_pages", "side_pages")
     return {
         name: str(value)

@@ -17,28 +17,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
-from cache.audit import audit
-from cache.carryover import Carryover
-from cache.config import CacheConfig, config_facts, schema_of
-from cache.events import CacheEvent
-from cache.insertion import Fill, open_loads
-from cache.mover import Mover
-from cache.node import STORAGE, Tier, Tokens
-from cache.page_pool import PagePool
-from cache.parts import Parts
-from cache.requests import Request, RequestReport
-from cache.results import InsertResult, Match, StepResult
-from cache.side_pools import SidePool
-from cache.storage_desk import StorageDesk
-from cache.tensors import KVTensors
-from cache.ticket import Ticket
-from consensus.epoch import Locator
-from consensus.errors import Misuse
-from consensus.group import Group
-from consensus.journal import Journal
-from consensus.report import Policy
-from consensus.step import Beacon, StepLimits, Stepper
-from consensus.store import Store
+from kvpact.cache.audit import audit
+from kvpact.cache.carryover import Carryover
+from kvpact.cache.config import CacheConfig, config_facts, schema_of
+from kvpact.cache.copies.mover import Mover
+from kvpact.cache.copies.side_pools import SidePool
+from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.core import Parts
+from kvpact.cache.memory.page_pool import PagePool
+from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.paths.insert_voted import Fill, open_loads
+from kvpact.cache.requests.results import InsertResult, Match, StepResult
+from kvpact.cache.requests.table import Request, RequestReport
+from kvpact.cache.requests.ticket import Ticket
+from kvpact.cache.tree.events import CacheEvent
+from kvpact.cache.tree.node import STORAGE, Tier, Tokens
+from kvpact.consensus.core.errors import Misuse
+from kvpact.consensus.core.journal import Journal
+from kvpact.consensus.epoch.closing import Locator
+from kvpact.consensus.epoch.report import Policy
+from kvpact.consensus.step.step import Beacon, StepLimits, Stepper
+from kvpact.consensus.transport.gloo import Group
+from kvpact.consensus.transport.store import Store
 
 __all__ = [
     "HierarchicalCache",
@@ -54,10 +54,10 @@ class HierarchicalCache:
     """One rank's part of the replica's cache.
 
     ``pools`` and ``mover`` are this rank's pages and copies. ``usable`` are the pages per pool that
-    all ranks agreed on at start (:class:`consensus.membership.Membership`). ``on_close`` comes
-    first in :meth:`close`. Not thread-safe: the scheduler's thread makes every call.
+    all ranks agreed on at start (:class:`kvpact.consensus.membership.Membership`). ``on_close``
+    comes first in :meth:`close`. Not thread-safe: the scheduler's thread makes every call.
 
-    :func:`cache.assembly.join_cache` builds all of this for an ordinary rank.
+    :func:`kvpact.cache.join.join_cache` builds all of this for an ordinary rank.
     """
 
     def __init__(

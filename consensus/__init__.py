@@ -1,19 +1,21 @@
 """The protocol: how the ranks of one replica agree, step by step, on what they do to their caches.
 
 The lowest layer. It imports neither ``cache`` nor ``harness``, knows no tree and no tensor copy,
-and only ``consensus.group`` talks to other ranks. An engine with a cache of its own needs this
-package alone: :class:`Membership` to meet the other ranks, a :class:`Participant` for what it can
-reserve, a :class:`TransactionManager` for what is open, a :class:`Stepper` for the steps.
+and only ``kvpact.consensus.transport.gloo`` talks to other ranks. An engine with a cache of its own
+needs this package alone: :class:`Membership` to meet the other ranks, a :class:`Participant` for
+what it can reserve, a :class:`TransactionManager` for what is open, a :class:`Stepper` for the
+steps.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvpact.consensus.lazy import public
 
 if TYPE_CHECKING:
-    from consensus.ballot import Schema, Status
-    from consensus.errors import (
+    from kvpact.consensus.core.ballot import Schema, Status
+    from kvpact.consensus.core.errors import (
         BadInput,
         Divergence,
         InternalError,
@@ -27,14 +29,15 @@ if TYPE_CHECKING:
         ResourceError,
         StoreSilent,
     )
-    from consensus.group import GlooGroup, Group, serve_tcp_store
-    from consensus.journal import Entry, Journal, read_journal
-    from consensus.manager import TransactionManager
-    from consensus.membership import Membership
-    from consensus.participant import Intent, Outcome, OutcomeKind, Participant
-    from consensus.report import Policy
-    from consensus.step import Carrier, StepLimits, Stepper
-    from consensus.store import Store, TcpStore
+    from kvpact.consensus.core.journal import Entry, Journal, read_journal
+    from kvpact.consensus.core.manager import TransactionManager, Verdict
+    from kvpact.consensus.core.participant import Intent, Outcome, OutcomeKind, Participant
+    from kvpact.consensus.epoch.report import Policy, Seal
+    from kvpact.consensus.membership import Membership
+    from kvpact.consensus.step.step import Carrier, StepLimits, Stepper
+    from kvpact.consensus.transport.collective import Group, Work
+    from kvpact.consensus.transport.gloo import GlooGroup, serve_tcp_store
+    from kvpact.consensus.transport.store import Store, TcpStore
 
 __all__ = [
     "BadInput",
@@ -60,6 +63,7 @@ __all__ = [
     "RankStalled",
     "ResourceError",
     "Schema",
+    "Seal",
     "Status",
     "StepLimits",
     "Stepper",
@@ -67,14 +71,15 @@ __all__ = [
     "StoreSilent",
     "TcpStore",
     "TransactionManager",
+    "Verdict",
+    "Work",
     "read_journal",
     "serve_tcp_store",
 ]
 
-# Each comes from its module when it is first asked for: errors and a ballot need no torch.
-_MODULES = {
-    "ballot": ("Schema", "Status"),
-    "errors": (
+_HOMES = {
+    "kvpact.consensus.core.ballot": ("Schema", "Status"),
+    "kvpact.consensus.core.errors": (
         "BadInput",
         "Divergence",
         "InternalError",
@@ -88,23 +93,15 @@ _MODULES = {
         "ResourceError",
         "StoreSilent",
     ),
-    "group": ("GlooGroup", "Group", "serve_tcp_store"),
-    "journal": ("Entry", "Journal", "read_journal"),
-    "manager": ("TransactionManager",),
-    "membership": ("Membership",),
-    "participant": ("Intent", "Outcome", "OutcomeKind", "Participant"),
-    "report": ("Policy",),
-    "step": ("Carrier", "StepLimits", "Stepper"),
-    "store": ("Store", "TcpStore"),
+    "kvpact.consensus.core.journal": ("Entry", "Journal", "read_journal"),
+    "kvpact.consensus.core.manager": ("TransactionManager", "Verdict"),
+    "kvpact.consensus.core.participant": ("Intent", "Outcome", "OutcomeKind", "Participant"),
+    "kvpact.consensus.epoch.report": ("Policy", "Seal"),
+    "kvpact.consensus.membership": ("Membership",),
+    "kvpact.consensus.step.step": ("Carrier", "StepLimits", "Stepper"),
+    "kvpact.consensus.transport.collective": ("Group", "Work"),
+    "kvpact.consensus.transport.gloo": ("GlooGroup", "serve_tcp_store"),
+    "kvpact.consensus.transport.store": ("Store", "TcpStore"),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = public(__name__, _HOMES)

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Self
 
-from consensus.epoch import Introduction, LastSeen, Locator, Opener, agree
-from consensus.errors import StoreSilent
-from consensus.group import GlooGroup, Group
-from consensus.patience import PAUSED, StepLimits
-from consensus.sentinel import Sentinel
-from consensus.step import Stepper
-from consensus.store import NamedStore, Store, TcpStore
-from consensus.watch import Life, Position, Watch
+from kvpact.consensus.core.errors import StoreSilent
+from kvpact.consensus.epoch.closing import Introduction, LastSeen, Locator, Opener, agree
+from kvpact.consensus.step.sentinel import Sentinel
+from kvpact.consensus.step.step import Stepper
+from kvpact.consensus.step.wait import PAUSED, StepLimits
+from kvpact.consensus.transport.gloo import GlooGroup, Group
+from kvpact.consensus.transport.store import NamedStore, Store, TcpStore
+from kvpact.consensus.transport.watch import Life, Position, Watch
 
 __all__ = ["Membership", "WatchLocator", "introduce", "versions"]
 
@@ -54,7 +54,7 @@ def introduce(
 
 
 class WatchLocator:
-    """Tells where other ranks are by their heartbeats (:class:`consensus.epoch.Locator`)."""
+    """A :class:`~kvpact.consensus.epoch.closing.Locator` that reads the ranks' heartbeats."""
 
     def __init__(self, watch: Watch, *, stack_timeout_s: float = 0.6) -> None:
         self._watch = watch

@@ -6,16 +6,22 @@ for the tests of whoever puts kvpact under an engine; everything else is the com
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvpact.consensus.lazy import public
 
 if TYPE_CHECKING:
-    from harness.checkers import Snapshot, compare, snapshot
-    from harness.launch import Launch, RankContext, RankReport, Report
-    from harness.promises import broken_promises
-    from harness.sim import Pause, SimBeacon, SimClock, SimGroup, SimNet, run_programs
-    from harness.traces import TraceRequest, read_trace
-    from harness.workload import WorkloadConfig, generate, shipped_trace, write_trace
+    from kvpact.harness.rank.launch import Launch, RankContext, RankReport, Report, launch
+    from kvpact.harness.rank.sim import Pause, SimBeacon, SimClock, SimGroup, SimNet, run_programs
+    from kvpact.harness.trace.conversations import (
+        WorkloadConfig,
+        generate,
+        shipped_trace,
+        write_trace,
+    )
+    from kvpact.harness.trace.mooncake import TraceRequest, read_trace
+    from kvpact.harness.verify.agreement import Snapshot, compare, snapshot
+    from kvpact.harness.verify.promises import broken_promises
 
 __all__ = [
     "Launch",
@@ -33,6 +39,7 @@ __all__ = [
     "broken_promises",
     "compare",
     "generate",
+    "launch",
     "read_trace",
     "run_programs",
     "shipped_trace",
@@ -40,23 +47,25 @@ __all__ = [
     "write_trace",
 ]
 
-# Each comes from its module when it is first asked for: errors and a ballot need no torch.
-_MODULES = {
-    "checkers": ("Snapshot", "compare", "snapshot"),
-    "launch": ("Launch", "RankContext", "RankReport", "Report"),
-    "promises": ("broken_promises",),
-    "sim": ("Pause", "SimBeacon", "SimClock", "SimGroup", "SimNet", "run_programs"),
-    "traces": ("TraceRequest", "read_trace"),
-    "workload": ("WorkloadConfig", "generate", "shipped_trace", "write_trace"),
+_HOMES = {
+    "kvpact.harness.rank.launch": ("Launch", "RankContext", "RankReport", "Report", "launch"),
+    "kvpact.harness.rank.sim": (
+        "Pause",
+        "SimBeacon",
+        "SimClock",
+        "SimGroup",
+        "SimNet",
+        "run_programs",
+    ),
+    "kvpact.harness.trace.conversations": (
+        "WorkloadConfig",
+        "generate",
+        "shipped_trace",
+        "write_trace",
+    ),
+    "kvpact.harness.trace.mooncake": ("TraceRequest", "read_trace"),
+    "kvpact.harness.verify.agreement": ("Snapshot", "compare", "snapshot"),
+    "kvpact.harness.verify.promises": ("broken_promises",),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = public(__name__, _HOMES)

@@ -1,4 +1,4 @@
-"""The soak without Ray: ``torchrun --nproc-per-node N -m harness.torchrun FLAGS``.
+"""The soak without Ray: ``torchrun --nproc-per-node N -m kvpact.harness.torchrun FLAGS``.
 
 The same loop and the same flags as ``kvpact soak``, on one host or several, over gloo or NCCL. Each
 process runs one rank's loop on a thread of its own; its main thread hands over what the loop tells,
@@ -21,16 +21,16 @@ import msgspec
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from consensus.errors import BadInput, KvpactError, StoreSilent
-from consensus.store import Store, TcpStore
-from harness.journals import require_journals
-from harness.live import Metrics
-from harness.resources import own_process
-from harness.soak_cli import HARNESS_ERROR, read_flags
-from harness.soak_config import SoakConfig, check_out, load_requests
-from harness.soak_drive import Options, drive, finish
-from harness.soak_feed import Feed, Update
-from harness.soak_rank import run_soak_rank
+from kvpact.consensus.core.errors import BadInput, KvpactError, StoreSilent
+from kvpact.consensus.transport.store import Store, TcpStore
+from kvpact.harness.cli.soak import HARNESS_ERROR, read_flags
+from kvpact.harness.drive.drive import Options, drive, finish
+from kvpact.harness.drive.live import Metrics
+from kvpact.harness.soak.config import SoakConfig, check_out, load_requests
+from kvpact.harness.soak.feed import Feed, Update
+from kvpact.harness.soak.loop import run_soak_rank
+from kvpact.harness.soak.resources import own_process
+from kvpact.harness.verify.journals import require_journals
 
 __all__ = ["Place", "StoreRanks", "main", "place_from"]
 
@@ -41,7 +41,7 @@ SILENCE_S: Final = 20.0
 NAMED_SILENCE_S: Final = 3.0
 #: For rank 0 to report, before the others leave.
 REPORT_S: Final = 15.0
-COMMAND: Final = "torchrun -m harness.torchrun"
+COMMAND: Final = "torchrun -m kvpact.harness.torchrun"
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -67,12 +67,12 @@ def place_from(environ: Mapping[str, str]) -> Place:
     except (KeyError, ValueError) as error:
         raise BadInput(
             f"harness.torchrun is started by torchrun, which sets RANK and the like ({error});"
-            " run: torchrun --nproc-per-node 2 -m harness.torchrun --smoke"
+            " run: torchrun --nproc-per-node 2 -m kvpact.harness.torchrun --smoke"
         ) from None
 
 
 class StoreRanks:
-    """:class:`harness.soak_drive.Ranks` through the store, as rank 0 sees them."""
+    """:class:`kvpact.harness.drive.drive.Ranks` through the store, as rank 0 sees them."""
 
     def __init__(self, own: Feed, num_ranks: int, store: Store) -> None:
         self._own = own
@@ -82,7 +82,7 @@ class StoreRanks:
         self._lost: dict[int, str] = {}
 
     def poll(self) -> list[Update]:
-        """See :class:`harness.soak_drive.Ranks`."""
+        """See :class:`kvpact.harness.drive.drive.Ranks`."""
         found = [self._own.take()]
         now_s = time.monotonic()
         for rank in self._next:
@@ -111,7 +111,7 @@ class StoreRanks:
         return msgspec.msgpack.decode(data, type=Update)
 
     def lost(self) -> dict[int, str]:
-        """See :class:`harness.soak_drive.Ranks`."""
+        """See :class:`kvpact.harness.drive.drive.Ranks`."""
         return self._lost
 
     def stop(self) -> None:

@@ -12,26 +12,33 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cache.config import CacheConfig
-from cache.content import expected_page, fill_pages, page_hashes
-from cache.events import CacheEvent
-from cache.hierarchical_cache import HierarchicalCache, InsertResult, Match, StepResult, schema_of
-from cache.mover import PlanPart
-from cache.node import Node, Tier, Tokens
-from cache.storage import DeferredWorkers
-from cache.storage.memory import MemoryBackend
-from cache.tensors import KVShape, KVTensors
-from cache.ticket import Ticket, TicketState
-from cache.transfer import DeferredMover
-from consensus.errors import KvpactError
-from consensus.journal import Journal
-from consensus.store import MemoryStore
-from harness.checkers import Snapshot, compare, snapshot
-from harness.faults import FaultBoard, FaultyPool
-from harness.promises import broken_promises
-from harness.rank import Rank
-from harness.scenario_model import Fault
-from harness.sim import SimBeacon, SimClock, SimGroup, SimNet
+from kvpact.cache.config import CacheConfig
+from kvpact.cache.copies.cpu import DeferredMover
+from kvpact.cache.copies.mover import PlanPart
+from kvpact.cache.hierarchical_cache import (
+    HierarchicalCache,
+    InsertResult,
+    Match,
+    StepResult,
+    schema_of,
+)
+from kvpact.cache.memory.content import expected_page, fill_pages, page_hashes
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.requests.ticket import Ticket, TicketState
+from kvpact.cache.storage import DeferredWorkers
+from kvpact.cache.storage.memory import MemoryBackend
+from kvpact.cache.tree.events import CacheEvent
+from kvpact.cache.tree.node import Node, Tier, Tokens
+from kvpact.consensus.core.errors import KvpactError
+from kvpact.consensus.core.journal import Journal
+from kvpact.consensus.transport.store import MemoryStore
+from kvpact.harness.faults.board import FaultBoard, FaultyPool
+from kvpact.harness.rank.rank import Rank
+from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet
+from kvpact.harness.scenario.model import Fault
+from kvpact.harness.verify.agreement import Snapshot, compare, snapshot
+from kvpact.harness.verify.promises import broken_promises
 
 PAGE_SIZE = 4
 STEP_S = 0.01

@@ -18,12 +18,12 @@ import sys
 import time
 from typing import Any
 
-from consensus.errors import KvpactError
-from consensus.group import serve_tcp_store
-from consensus.membership import Membership
-from consensus.participant import Outcome
-from consensus.report import Seal
-from consensus.step import StepLimits, Stepper
+from kvpact.consensus.core.errors import KvpactError
+from kvpact.consensus.core.participant import Outcome
+from kvpact.consensus.epoch.report import Seal
+from kvpact.consensus.membership import Membership
+from kvpact.consensus.step.step import StepLimits, Stepper
+from kvpact.consensus.transport.gloo import serve_tcp_store
 from tests.foreign import Owner, make_manager
 
 NUM_RANKS = 3

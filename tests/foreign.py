@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from consensus.ballot import Schema, Status, Vector
-from consensus.journal import Journal, Value
-from consensus.manager import TransactionManager
-from consensus.participant import Intent
-from consensus.transaction import State
+from kvpact.consensus.core.ballot import Schema, Status, Vector
+from kvpact.consensus.core.journal import Journal, Value
+from kvpact.consensus.core.manager import TransactionManager
+from kvpact.consensus.core.participant import Intent
+from kvpact.consensus.core.transaction import State
 
 __all__ = ["Owner", "Replica", "make_manager", "only"]
 

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from cache.storage import BackendBase, seal
-from consensus.errors import Misuse
+from kvpact.cache.storage import BackendBase, seal
+from kvpact.consensus.core.errors import Misuse
 from tests.storage_pages import key_of, page_of, sealed
 
 NUM_KEYS = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from cache.storage import Identity, SealedPage, seal
+from kvpact.cache.storage import Identity, SealedPage, seal
 
 IDENTITY = Identity(model="tiny", layout="test", page_size=4)
 

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.assembly import join_cache
-from cache.config import CacheConfig
-from cache.hierarchical_cache import HierarchicalCache
-from cache.node import Tier
-from cache.storage import open_backend
-from cache.ticket import TicketState
-from consensus.errors import Misuse, ResourceError, StoreSilent
-from consensus.group import serve_tcp_store
-from consensus.journal import read_journal
-from harness.launch import RankContext, launch
+from kvpact.cache.config import CacheConfig
+from kvpact.cache.hierarchical_cache import HierarchicalCache
+from kvpact.cache.join import join_cache
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.storage import open_backend
+from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.errors import Misuse, ResourceError, StoreSilent
+from kvpact.consensus.core.journal import read_journal
+from kvpact.consensus.transport.gloo import serve_tcp_store
+from kvpact.harness.rank.launch import RankContext, launch
 
 SLOW_S = 0.8
 CONFIG = CacheConfig(page_size=4, device_pages=8, host_pages=8, deadline_s=10.0)

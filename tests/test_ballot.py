@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consensus.ballot import HEADER_FIELDS, MASK62, Header, Schema, Status, Vector, tally
-from consensus.errors import Misuse
+from kvpact.consensus.core.ballot import (
+    HEADER_FIELDS,
+    MASK62,
+    Header,
+    Schema,
+    Status,
+    Vector,
+    tally,
+)
+from kvpact.consensus.core.errors import Misuse
 
 POOLS: tuple[str, ...] = ("device", "host")
 SCHEMA = Schema(POOLS, num_slots=3)

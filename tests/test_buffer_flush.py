@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cache.buffer_flush import BufferFlush
-from cache.node import Residency, Tier
-from cache.page_pool import PagePool
-from cache.side_pools import SideSpec
-from cache.ticket import TicketState
-from consensus.errors import Misuse
+from kvpact.cache.memory.page_pool import PagePool
+from kvpact.cache.paths.buffer_flush import BufferFlush
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.tree.node import Residency, Tier
+from kvpact.cache.tree.side import SideSpec
+from kvpact.consensus.core.errors import Misuse
 from tests.cache_world import World, outcome, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

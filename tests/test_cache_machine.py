@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from cache.node import Tier
-from cache.ticket import Ticket, TicketState
-from consensus.participant import OutcomeKind
+from kvpact.cache.requests.ticket import Ticket, TicketState
+from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.participant import OutcomeKind
 from tests.cache_world import PAGE_SIZE, World, outcome
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

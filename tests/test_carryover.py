@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import STORAGE, Tier
-from cache.ticket import TicketState
-from harness.promises import leftovers
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.tree.node import STORAGE, Tier
+from kvpact.harness.verify.promises import leftovers
 from tests.cache_world import World, outcome
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

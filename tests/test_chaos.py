@@ -8,18 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cache.mover import NO_FAULT, Direction, Part, PartPlan
-from consensus.errors import BadInput
-from harness.chaos import SITES, FaultLine, Plan, chaos_plan, fit_plan, parse_plan
-from harness.coverage import POINTS, check_names, missing
-from harness.gather import Gather
-from harness.history import read_lines
-from harness.mischief import Mischief
-from harness.soak_config import SoakConfig
-from harness.soak_feed import FaultEvent
-from harness.soak_replay import simulate
-from harness.verdict import Verdict, conclude
-from harness.verify import complaint
+from kvpact.cache.copies.mover import NO_FAULT, Direction, Part, PartPlan
+from kvpact.consensus.core.errors import BadInput
+from kvpact.harness.drive.gather import Gather
+from kvpact.harness.drive.replay import simulate
+from kvpact.harness.drive.verdict import Verdict, conclude
+from kvpact.harness.faults.plan import SITES, FaultLine, Plan, chaos_plan, fit_plan, parse_plan
+from kvpact.harness.soak.config import SoakConfig
+from kvpact.harness.soak.coverage import POINTS, check_names, missing
+from kvpact.harness.soak.feed import FaultEvent
+from kvpact.harness.soak.process_faults import Mischief
+from kvpact.harness.verify.history import read_lines
+from kvpact.harness.verify.verify import complaint
 
 PLAN = """
 seed = 7
@@ -373,7 +373,7 @@ def clean() -> Gather:
 
 
 def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
-    from harness.chaos import read_plan
+    from kvpact.harness.faults.plan import read_plan
 
     with pytest.raises(BadInput, match=r"plan.toml: no such file; expected a fault plan"):
         read_plan(str(tmp_path / "plan.toml"))

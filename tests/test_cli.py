@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import os
 import subprocess
 import sys
@@ -12,13 +13,12 @@ from typing import Any
 
 import pytest
 
-import harness
-from consensus.errors import Divergence, InternalError, KvpactError
-from harness import cli
-from harness.replay_config import ReplayConfig
-from harness.scenario_model import Scenario
-from harness.traces import read_trace
-from harness.workload import shipped_trace
+from kvpact.consensus.core.errors import Divergence, InternalError, KvpactError
+from kvpact.harness.cli import main as cli
+from kvpact.harness.replay.config import ReplayConfig
+from kvpact.harness.scenario.model import Scenario
+from kvpact.harness.trace.conversations import shipped_trace
+from kvpact.harness.trace.mooncake import read_trace
 
 ROOT = Path(__file__).parents[1]
 WORLD = """\
@@ -35,7 +35,7 @@ op = "step"
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "harness.cli", *arguments],
+        [sys.executable, "-m", "kvpact", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -144,10 +144,12 @@ def test_the_real_command_generates_and_shows_help(tmp_path: Path) -> None:
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, module: str, **members: Any) -> None:
-    """Stand in for ``harness.<module>``, which the command imports only when it runs."""
+    """Stand in for a module of the harness, which the command imports only when it runs."""
     stand_in = SimpleNamespace(**members)
-    monkeypatch.setitem(sys.modules, f"harness.{module}", stand_in)
-    monkeypatch.setattr(harness, module, stand_in, raising=False)
+    room, _, name = module.rpartition(".")
+    monkeypatch.setitem(sys.modules, f"kvpact.harness.{module}", stand_in)
+    package = importlib.import_module(f"kvpact.harness.{room}")
+    monkeypatch.setattr(package, name, stand_in, raising=False)
 
 
 def test_replay_hands_over_what_was_asked_for(
@@ -159,7 +161,7 @@ def test_replay_hands_over_what_was_asked_for(
         seen.append(config)
         return 1 if config.ranks == "sim" else 0
 
-    stub(monkeypatch, "replay", replay=replay)
+    stub(monkeypatch, "replay.run", replay=replay)
     assert cli.main(["replay"]) == 0
     flags = (
         f"replay {shipped_trace()} --ranks sim --tp 1 --pp 2 --device-pages 9,8 --host-pages 0"
@@ -195,7 +197,7 @@ def test_scenario_hands_over_checked_files(monkeypatch: pytest.MonkeyPatch, file
         seen.append(([one.name for one in scenarios], ranks, seed, json_out))
         return 1
 
-    stub(monkeypatch, "scenario_run", run_files=run_files)
+    stub(monkeypatch, "scenario.run", run_files=run_files)
     good = str(files / "good.toml")
     assert cli.main(["scenario", good]) == 1
     assert cli.main(["scenario", good, good, "--ranks", "gloo", "--seed", "4"]) == 1
@@ -218,7 +220,7 @@ def test_how_a_run_ends_is_its_status(
     def replay(_: ReplayConfig) -> int:
         raise error
 
-    stub(monkeypatch, "replay", replay=replay)
+    stub(monkeypatch, "replay.run", replay=replay)
     assert cli.main(["replay"]) == status
     err = capsys.readouterr().err
     assert "Traceback" not in err
@@ -231,7 +233,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def replay(_: ReplayConfig) -> int:
         raise InternalError("a page has two owners")
 
-    stub(monkeypatch, "replay", replay=replay)
+    stub(monkeypatch, "replay.run", replay=replay)
     with pytest.raises(InternalError):
         cli.main(["replay"])
 
@@ -239,9 +241,9 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "call, status, says",
     [
-        ("harness.cli soak --help", 0, "--journal"),
-        ("harness.cli soak --steps 5", 2, "ray is missing: install kvpact[ray]"),
-        ("harness.torchrun --steps 5", 2, "psutil is missing: install kvpact[ray]"),
+        ("kvpact.harness.cli.main soak --help", 0, "--journal"),
+        ("kvpact.harness.cli.main soak --steps 5", 2, "ray is missing: install kvpact[ray]"),
+        ("kvpact.harness.torchrun --steps 5", 2, "psutil is missing: install kvpact[ray]"),
     ],
 )
 def test_without_the_packages_of_a_soak_it_says_what_to_install(

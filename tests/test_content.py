@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache.content import (
+from kvpact.cache.memory.content import (
     expected_page,
     fill,
     fill_pages,
@@ -16,8 +16,9 @@ from cache.content import (
     matches_pages,
     page_hashes,
 )
-from cache.tensors import KVShape, KVTensors
-from consensus.errors import Misuse
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.memory.tensors import KVTensors
+from kvpact.consensus.core.errors import Misuse
 
 SMALLEST = KVShape(1, 1, 1, "float16")  # with 4 tokens a page: 8 bytes in a plane
 SHAPES = [

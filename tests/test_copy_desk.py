@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cache.content import fill_pages, matches_pages
-from cache.copy_desk import CopyDesk
-from cache.mover import Direction, Part, PartPlan
-from cache.node import Tier
-from cache.page_pool import PagePool
-from cache.tensors import KVShape, KVTensors
-from cache.transfer import DeferredMover
+from kvpact.cache.copies.copier import CopyDesk
+from kvpact.cache.copies.cpu import DeferredMover
+from kvpact.cache.copies.mover import Direction, Part, PartPlan
+from kvpact.cache.memory.content import fill_pages, matches_pages
+from kvpact.cache.memory.page_pool import PagePool
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.tree.node import Tier
 
 SHAPE = KVShape(layers=2, heads=1, dim=2)
 

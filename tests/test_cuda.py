@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cache.content import fill_pages, matches_pages
-from cache.cuda import MAX_LAUNCHES, CudaMover
-from cache.tensors import KVShape, KVTensors
-from cache.transfer import Direction, Ending, Part, PartPlan
+from kvpact.cache.copies.cpu import Direction, Ending, Part, PartPlan
+from kvpact.cache.copies.cuda import MAX_LAUNCHES, CudaMover
+from kvpact.cache.memory.content import fill_pages, matches_pages
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.memory.tensors import KVTensors
 
 SHAPE = KVShape(layers=3, heads=2, dim=4)
 TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache.ticket import TicketState
-from consensus.errors import Divergence, Misuse
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.consensus.core.errors import Divergence, Misuse
 from tests.cache_world import World
 
 

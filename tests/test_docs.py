@@ -13,10 +13,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from cache.hierarchical_cache import HierarchicalCache
-from harness import scenario_model
-from harness.scenario import run_sim
-from harness.scenario_file import read_scenario
+from kvpact.cache.hierarchical_cache import HierarchicalCache
+from kvpact.harness.scenario import model as scenario_model
+from kvpact.harness.scenario.read import read_scenario
+from kvpact.harness.scenario.world import run_sim
 
 ROOT = Path(__file__).parent.parent
 DESIGN = (ROOT / "docs" / "design.md").read_text()
@@ -74,7 +74,7 @@ def test_the_report_can_be_recounted_from_any_journal(host_pages: str, tmp_path:
     (tmp_path / "recount.py").write_text(recount)
     flags = f"--ranks sim --lanes 8 --limit 120 --device-pages 120 --host-pages {host_pages}"
     out = ("--journal", "journals", "--json", "report.json")
-    run("-m", "harness.cli", "replay", *flags.split(), *out, cwd=tmp_path)
+    run("-m", "kvpact", "replay", *flags.split(), *out, cwd=tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["verdict"] == "agree"
     assert report["commits"]

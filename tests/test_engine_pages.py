@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import Tier
-from cache.ticket import TicketState
-from consensus.errors import Misuse
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.errors import Misuse
 from tests.cache_world import World, outcome
 
 DEVICE = Tier.DEVICE

@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consensus.ballot import HEADER_FIELDS, Header
-from consensus.epoch import Closer, Introduction, agree, judge
-from consensus.errors import Divergence, KvpactError, Misuse, PeerError, PeerLost, RankStalled
-from consensus.journal import Entry
-from consensus.report import LastSeen, Report, Seal, SealedError
-from consensus.store import MemoryStore
+from kvpact.consensus.core.ballot import HEADER_FIELDS, Header
+from kvpact.consensus.core.errors import (
+    Divergence,
+    KvpactError,
+    Misuse,
+    PeerError,
+    PeerLost,
+    RankStalled,
+)
+from kvpact.consensus.core.journal import Entry
+from kvpact.consensus.epoch.closing import Closer, Introduction, agree, judge
+from kvpact.consensus.epoch.report import LastSeen, Report, Seal, SealedError
+from kvpact.consensus.transport.store import MemoryStore
 
 COMMON = Header(schema=1, epoch=2, step=7, iteration=70, round=0, fingerprint=99, live=5)
 EPOCH = 2

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from consensus import errors
-from consensus.ballot import HEADER_FIELDS
-from consensus.errors import (
+from kvpact.consensus.core import errors
+from kvpact.consensus.core.ballot import HEADER_FIELDS
+from kvpact.consensus.core.errors import (
     BadInput,
     Divergence,
     InternalError,

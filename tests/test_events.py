@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from cache.content import page_hashes
-from cache.events import CacheEvent, EventLog
-from cache.node import STORAGE, Tier
+from kvpact.cache.memory.content import page_hashes
+from kvpact.cache.tree.events import CacheEvent, EventLog
+from kvpact.cache.tree.node import STORAGE, Tier
 from tests.cache_world import PAGE_SIZE, World, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

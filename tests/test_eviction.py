@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.eviction import POLICIES, EvictionOrder, EvictionPolicy, LeastRecentlyUsed
-from cache.node import Node, Residency, Tier
-from cache.radix_tree import RadixTree
+from kvpact.cache.tree.eviction import POLICIES, EvictionOrder, EvictionPolicy, LeastRecentlyUsed
+from kvpact.cache.tree.node import Node, Residency, Tier
+from kvpact.cache.tree.radix_tree import RadixTree
 from tests.cache_world import PAGE_SIZE, no_note, prompt
 
 POLICY = LeastRecentlyUsed()

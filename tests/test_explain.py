@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from consensus.errors import BadInput
-from consensus.report import Incident
-from harness import cli
-from harness.explain import explain, incidents_in
-from harness.scenario import run_sim
-from harness.scenario_file import parse_scenario
+from kvpact.consensus.core.errors import BadInput
+from kvpact.consensus.epoch.report import Incident
+from kvpact.harness.cli import main as cli
+from kvpact.harness.cli.explain import explain, incidents_in
+from kvpact.harness.scenario.read import parse_scenario
+from kvpact.harness.scenario.world import run_sim
 
 GOLDEN = Path(__file__).with_name("explain_divergence.txt")
 

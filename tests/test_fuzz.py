@@ -12,15 +12,15 @@ from typing import get_args
 import msgspec
 import pytest
 
-from cache.eviction import POLICIES
-from cache.write_through import WriteThrough
-from consensus.participant import Intent
-from harness.cli import main
-from harness.fuzz import run_world, signature, small_scenario
-from harness.random_worlds import draw_scenario
-from harness.scenario_file import parse_scenario, read_scenario
-from harness.scenario_model import Mode
-from harness.scenario_text import scenario_text
+from kvpact.cache.paths.write_through import WriteThrough
+from kvpact.cache.tree.eviction import POLICIES
+from kvpact.consensus.core.participant import Intent
+from kvpact.harness.cli.main import main
+from kvpact.harness.fuzz.run import run_world, signature, small_scenario
+from kvpact.harness.fuzz.worlds import draw_scenario
+from kvpact.harness.scenario.model import Mode
+from kvpact.harness.scenario.read import parse_scenario, read_scenario
+from kvpact.harness.scenario.write import scenario_text
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.toml"))
 
@@ -76,7 +76,16 @@ def test_one_seed_is_one_run_byte_for_byte(tmp_path: Path) -> None:
     said: list[str] = []
     for hash_seed in ("1", "2"):
         folder = tmp_path / hash_seed
-        command = [sys.executable, "-m", "harness.cli", "fuzz", "--worlds", "12", "--seed", "7"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvpact",
+            "fuzz",
+            "--worlds",
+            "12",
+            "--seed",
+            "7",
+        ]
         done = subprocess.run(
             [*command, "--journal", str(folder), "--out", str(tmp_path)],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},

@@ -21,10 +21,20 @@ import torch
 import torch.distributed as dist  # noqa: TID251  only to see that it stays untouched
 from numpy.typing import NDArray
 
-from consensus import group as group_module
-from consensus import janitor
-from consensus.errors import KvpactError, Misuse, PeerError, PeerLost, ResourceError, StoreSilent
-from consensus.group import (
+from kvpact.consensus.core.errors import (
+    KvpactError,
+    Misuse,
+    PeerError,
+    PeerLost,
+    ResourceError,
+    StoreSilent,
+)
+from kvpact.consensus.core.manager import TransactionManager
+from kvpact.consensus.epoch.report import LastSeen
+from kvpact.consensus.step.step import StepLimits, Stepper
+from kvpact.consensus.transport import bounded as janitor
+from kvpact.consensus.transport import gloo as group_module
+from kvpact.consensus.transport.gloo import (
     MAX_OUTSTANDING,
     GlooGroup,
     Group,
@@ -33,12 +43,9 @@ from consensus.group import (
     open_tcp_store,
     serve_tcp_store,
 )
-from consensus.manager import TransactionManager
-from consensus.report import LastSeen
-from consensus.step import StepLimits, Stepper
-from consensus.store import MemoryStore, NamedStore, Store, TcpStore
-from harness.launch import Launch, RankContext
-from harness.sim import SimClock, SimGroup, SimNet
+from kvpact.consensus.transport.store import MemoryStore, NamedStore, Store, TcpStore
+from kvpact.harness.rank.launch import Launch, RankContext
+from kvpact.harness.rank.sim import SimClock, SimGroup, SimNet
 from tests.closing_ranks import Nothing
 from tests.foreign import Owner, make_manager
 

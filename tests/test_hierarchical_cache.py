@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from cache.hierarchical_cache import HierarchicalCache
-from cache.node import Tier
-from consensus.errors import Divergence, Misuse
+from kvpact.cache.hierarchical_cache import HierarchicalCache
+from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.errors import Divergence, Misuse
 from tests.cache_world import World, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.traces import TraceRequest, read_trace
-from harness.workload import shipped_trace
+from kvpact.harness.cli.main import main
+from kvpact.harness.trace.conversations import shipped_trace
+from kvpact.harness.trace.mooncake import TraceRequest, read_trace
 
 LIMIT = 200
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import Tier
-from consensus.errors import Misuse
+from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.errors import Misuse
 from tests.cache_world import World, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import Tier
+from kvpact.cache.tree.node import Tier
 from tests.cache_world import World
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

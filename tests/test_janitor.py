@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
-from consensus import janitor
-from consensus.errors import PeerLost, ResourceError, StoreSilent
+from kvpact.consensus.core.errors import PeerLost, ResourceError, StoreSilent
+from kvpact.consensus.transport import bounded as janitor
 
 
 class _Collective:

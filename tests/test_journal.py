@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consensus.ballot import MASK62
-from consensus.errors import BadInput
-from consensus.journal import Entry, Journal, Value, first_difference, read_journal
+from kvpact.consensus.core.ballot import MASK62
+from kvpact.consensus.core.errors import BadInput
+from kvpact.consensus.core.journal import Entry, Journal, Value, first_difference, read_journal
 
 values = st.lists(st.one_of(st.integers(-(1 << 40), 1 << 40), st.text(max_size=3)), max_size=3)
 decisions = st.lists(st.tuples(st.sampled_from(["a", "b", "ab"]), values), max_size=6)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from consensus.epoch import judge
-from consensus.journal import Entry
-from consensus.report import Policy, Report, Seal
+from kvpact.consensus.core.journal import Entry
+from kvpact.consensus.epoch.closing import judge
+from kvpact.consensus.epoch.report import Policy, Report, Seal
 from tests.test_epoch import COMMON, EPOCH, differing, error_of, report, seen
 
 TWO = [7, 8, 7]  # rank 1 differs

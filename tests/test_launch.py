@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from consensus.errors import Divergence, InternalError, Misuse, PeerLost, RankStalled
-from consensus.watch import Life, process_life
-from harness.child import Said, Unpacker, pack
-from harness.launch import Launch, RankContext, launch
+from kvpact.consensus.core.errors import Divergence, InternalError, Misuse, PeerLost, RankStalled
+from kvpact.consensus.transport.watch import Life, process_life
+from kvpact.harness.rank.child import Said, Unpacker, pack
+from kvpact.harness.rank.launch import Launch, RankContext, launch
 
 pytestmark = pytest.mark.ranks
 
@@ -168,7 +168,7 @@ def test_a_failing_test_leaves_no_rank_not_even_a_stopped_one() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_rank_outlives_the_launcher(number: signal.Signals) -> None:
     code = f"""
-        from harness.launch import Launch
+        from kvpact.harness.rank.launch import Launch
         with Launch({_here(sleep)!r}, 2, serve_store=False) as ranks:
             pids = [ranks.receive(rank, 20.0) for rank in range(2)]
             ranks.signal(1, 19)  # a stopped rank cannot see its launcher go

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consensus.errors import InternalError
-from consensus.ledger import Ledger
+from kvpact.consensus.core.errors import InternalError
+from kvpact.consensus.core.ledger import Ledger
 
 
 def ledger(**usable: int) -> Ledger:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import Residency, Tier
-from cache.ticket import TicketState
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.tree.node import Residency, Tier
 from tests.cache_world import World, outcome
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

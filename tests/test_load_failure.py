@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cache.mover import PartPlan
-from cache.node import Tier
-from cache.ticket import TicketState
-from cache.transfer import DeferredMover
-from consensus.participant import OutcomeKind
+from kvpact.cache.copies.cpu import DeferredMover
+from kvpact.cache.copies.mover import PartPlan
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.participant import OutcomeKind
 from tests.cache_world import World, outcome
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from consensus.ballot import Schema, Status
-from consensus.errors import InternalError, Misuse
-from consensus.journal import Journal, read_journal
-from consensus.manager import TransactionManager
-from consensus.participant import Intent
-from consensus.transaction import State
+from kvpact.consensus.core.ballot import Schema, Status
+from kvpact.consensus.core.errors import InternalError, Misuse
+from kvpact.consensus.core.journal import Journal, read_journal
+from kvpact.consensus.core.manager import TransactionManager
+from kvpact.consensus.core.participant import Intent
+from kvpact.consensus.core.transaction import State
 from tests.foreign import Owner, Replica, make_manager, only
 
 LAGS = pytest.mark.parametrize("lag", [0, 1, 2])

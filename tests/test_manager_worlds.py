@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from consensus.participant import Intent
-from consensus.transaction import State
+from kvpact.consensus.core.participant import Intent
+from kvpact.consensus.core.transaction import State
 from tests.foreign import Replica, only
 
 # -- all worlds of two ranks and two intents -------------------------------------------------------

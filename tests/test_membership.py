@@ -10,10 +10,10 @@ from typing import cast
 
 import pytest
 
-from consensus.errors import StoreSilent
-from consensus.membership import WatchLocator
-from consensus.report import LastSeen
-from consensus.watch import Life, Position, Sighting, Watch
+from kvpact.consensus.core.errors import StoreSilent
+from kvpact.consensus.epoch.report import LastSeen
+from kvpact.consensus.membership import WatchLocator
+from kvpact.consensus.transport.watch import Life, Position, Sighting, Watch
 
 
 class FakeWatch:

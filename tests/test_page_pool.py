@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cache.page_pool import PagePool
-from consensus.errors import InternalError, Misuse
+from kvpact.cache.memory.page_pool import PagePool
+from kvpact.consensus.core.errors import InternalError, Misuse
 
 
 class DumbPool:

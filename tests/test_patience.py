@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from consensus.epoch import Closer
-from consensus.errors import Misuse, StoreSilent
-from consensus.patience import Patience, StepLimits
-from consensus.report import LastSeen
+from kvpact.consensus.core.errors import Misuse, StoreSilent
+from kvpact.consensus.epoch.closing import Closer
+from kvpact.consensus.epoch.report import LastSeen
+from kvpact.consensus.step.wait import Patience, StepLimits
 
 LIMITS = StepLimits(warn_s=4.0, deadline_s=10.0, grace_s=0.5, slice_s=0.25, pause_s=100.0)
 STEP = 7

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import Tier
-from cache.prefetch import Prefetch
-from cache.ticket import TicketState
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.storing.prefetch import Prefetch
+from kvpact.cache.tree.node import Tier
 from tests.cache_world import World, outcome, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

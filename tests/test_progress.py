@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from consensus.errors import KvpactError, ProgressLost
-from consensus.manager import TransactionManager
-from consensus.progress import MAX_DESCRIBED, Progress, describe
-from consensus.step import StepLimits, Stepper
+from kvpact.consensus.core.errors import KvpactError, ProgressLost
+from kvpact.consensus.core.manager import TransactionManager
+from kvpact.consensus.step.progress import MAX_DESCRIBED, Progress, describe
+from kvpact.consensus.step.step import StepLimits, Stepper
 from tests.foreign import Owner, make_manager, only
 from tests.test_step import LAGS, Baggage, World, one_error
 

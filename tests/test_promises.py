@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cache.node import Residency, Tier
-from cache.ticket import TicketState
-from consensus.errors import Divergence, InternalError, PeerError, RankStalled
-from consensus.participant import OutcomeKind
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.tree.node import Residency, Tier
+from kvpact.consensus.core.errors import Divergence, InternalError, PeerError, RankStalled
+from kvpact.consensus.core.participant import OutcomeKind
 from tests.cache_world import World, outcome, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache.eviction import LeastRecentlyUsed
-from cache.node import Carriage, Node, Residency, Tier
-from cache.radix_tree import RadixTree
-from consensus.errors import InternalError, Misuse
+from kvpact.cache.tree.eviction import LeastRecentlyUsed
+from kvpact.cache.tree.node import Carriage, Node, Residency, Tier
+from kvpact.cache.tree.radix_tree import RadixTree
+from kvpact.consensus.core.errors import InternalError, Misuse
 from tests.cache_world import PAGE_SIZE, no_note, prompt
 
 ABSENT, RESERVED, COPYING, RESIDENT = Residency

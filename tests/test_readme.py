@@ -78,6 +78,6 @@ def _argv(command: str) -> list[str]:
     first, *rest = shlex.split(command)
     start = {
         "python": [sys.executable],
-        "kvpact": [sys.executable, "-m", "harness.cli"],
+        "kvpact": [sys.executable, "-m", "kvpact"],
     }[first]
     return [*start, *rest]

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from harness import cli
-from harness.traces import TraceRequest, read_trace, trace_stats
-from harness.workload import WorkloadConfig, generate, shipped_trace, write_trace
+from kvpact.harness.cli import main as cli
+from kvpact.harness.trace.conversations import WorkloadConfig, generate, shipped_trace, write_trace
+from kvpact.harness.trace.mooncake import TraceRequest, read_trace, trace_stats
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -334,7 +334,7 @@ def test_a_killed_rank_ends_the_replay_and_is_named(tmp_path: Path) -> None:
     write_trace(trace, generate(WorkloadConfig(lanes=60, turns=20)))
     journals = tmp_path / "journals"
     words = [str(trace), "--lanes", "1", "--limit", "1000", "--journal", str(journals)]
-    command = [sys.executable, "-m", "harness.cli", "replay", *words]
+    command = [sys.executable, "-m", "kvpact", "replay", *words]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consensus.errors import BadInput
-from harness.chaos import Plan, chaos_plan
-from harness.charts import Line, Mark, line_chart, nice_top, seconds_text
-from harness.page import render, write_page
-from harness.report import SoakReport, build_report, read_report, write_json
-from harness.resources import growth
-from harness.soak_config import SoakConfig
-from harness.soak_feed import Latencies, Resources
-from harness.soak_replay import simulate
-from harness.verdict import conclude
+from kvpact.consensus.core.errors import BadInput
+from kvpact.harness.drive.charts import Line, Mark, line_chart, nice_top, seconds_text
+from kvpact.harness.drive.page import render, write_page
+from kvpact.harness.drive.replay import simulate
+from kvpact.harness.drive.report import SoakReport, build_report, read_report, write_json
+from kvpact.harness.drive.verdict import conclude
+from kvpact.harness.faults.plan import Plan, chaos_plan
+from kvpact.harness.soak.config import SoakConfig
+from kvpact.harness.soak.feed import Latencies, Resources
+from kvpact.harness.soak.resources import growth
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -209,7 +209,7 @@ def test_a_browser_shows_it(failed: SoakReport, tmp_path: Path, width: int, sche
 
 
 def test_a_report_with_nothing_in_it_can_be_rendered() -> None:
-    from harness.gather import Gather
+    from kvpact.harness.drive.gather import Gather
 
     gather = Gather(SoakConfig(steps=1))
     found = conclude(gather, is_stopped=True, trouble="nothing started")

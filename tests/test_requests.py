@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cache.eviction import LeastRecentlyUsed
-from cache.node import Node, Residency, Tier
-from cache.radix_tree import RadixTree
-from cache.requests import RequestTable
-from consensus.errors import Misuse
+from kvpact.cache.requests.table import RequestTable
+from kvpact.cache.tree.eviction import LeastRecentlyUsed
+from kvpact.cache.tree.node import Node, Residency, Tier
+from kvpact.cache.tree.radix_tree import RadixTree
+from kvpact.consensus.core.errors import Misuse
 from tests.cache_world import PAGE_SIZE, no_note, prompt
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consensus.errors import BadInput
-from harness import scenario_model as model
-from harness.scenario_file import parse_scenario, read_scenario
+from kvpact.consensus.core.errors import BadInput
+from kvpact.harness.scenario import model
+from kvpact.harness.scenario.read import parse_scenario, read_scenario
 
 SHARED = Path(__file__).parents[1] / ".." / "shared" / "scenarios"
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness import cli
-from harness.agent import RankRecord
-from harness.scenario import Result, run_sim, unsupported
-from harness.scenario_file import parse_scenario, read_scenario
-from harness.scenario_gloo import GlooRanks
-from harness.scenario_model import (
+from kvpact.harness.cli import main as cli
+from kvpact.harness.scenario.agent import RankRecord
+from kvpact.harness.scenario.gloo import GlooRanks
+from kvpact.harness.scenario.model import (
     Do,
     Drain,
     Evict,
@@ -26,6 +24,8 @@ from harness.scenario_model import (
     Scenario,
     Step,
 )
+from kvpact.harness.scenario.read import parse_scenario, read_scenario
+from kvpact.harness.scenario.world import Result, run_sim, unsupported
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "scenarios"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from consensus.epoch import Closer
-from consensus.report import LastSeen, Report, Seal
-from consensus.store import MemoryStore
+from kvpact.consensus.epoch.closing import Closer
+from kvpact.consensus.epoch.report import LastSeen, Report, Seal
+from kvpact.consensus.transport.store import MemoryStore
 
 
 class Nobody:

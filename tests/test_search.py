@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from consensus import manager as managers
-from consensus.participant import Intent
-from harness.search import SMALL, explore, replay, search
-from harness.search_digest import digest
-from harness.search_world import Setting, World
+from kvpact.consensus.core import manager as managers
+from kvpact.consensus.core.participant import Intent
+from kvpact.harness.search.digest import digest
+from kvpact.harness.search.run import SMALL, explore, replay, search
+from kvpact.harness.search.world import Setting, World
 
 
 @pytest.mark.parametrize("setting", SMALL, ids=lambda setting: setting.name)

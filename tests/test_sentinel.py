@@ -9,9 +9,9 @@ import time
 import msgspec
 import pytest
 
-from consensus.journal import Journal
-from consensus.report import Report, SealedError
-from consensus.sentinel import GATHER_S, Sentinel
+from kvpact.consensus.core.journal import Journal
+from kvpact.consensus.epoch.report import Report, SealedError
+from kvpact.consensus.step.sentinel import GATHER_S, Sentinel
 from tests.test_step import World
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.node import Tier
-from cache.side_pools import SidePages, SideSpec, split_side
-from cache.ticket import TicketState
-from consensus.errors import Misuse
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.tree.node import Tier
+from kvpact.cache.tree.side import SidePages, SideSpec, split_side
+from kvpact.consensus.core.errors import Misuse
 from tests.cache_world import World, outcome, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consensus.errors import InternalError
-from consensus.slots import SlotTable
+from kvpact.consensus.core.errors import InternalError
+from kvpact.consensus.core.slots import SlotTable
 
 
 def test_lowest_first() -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from consensus.errors import BadInput
-from harness.chaos import FaultLine, Plan
-from harness.report import SoakReport, read_report
-from harness.soak_config import SoakConfig
-from harness.soak_drive import Options
+from kvpact.consensus.core.errors import BadInput
+from kvpact.harness.drive.drive import Options
+from kvpact.harness.drive.report import SoakReport, read_report
+from kvpact.harness.faults.plan import FaultLine, Plan
+from kvpact.harness.soak.config import SoakConfig
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-COMMAND = [sys.executable, "-m", "harness.cli", "soak"]
+COMMAND = [sys.executable, "-m", "kvpact", "soak"]
 ROOT = Path(__file__).parent.parent
 
 
@@ -149,7 +149,7 @@ def test_ctrl_c_ends_in_good_order_with_a_report(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A local Ray with three cores, which the soaks join as they join a cluster."""
-    from harness.soak import LocalRay
+    from kvpact.harness.drive.ray import LocalRay
 
     with LocalRay(3):
         yield
@@ -157,7 +157,7 @@ def cluster() -> Iterator[None]:
 
 def joined(tmp_path: Path, **how: object) -> tuple[int, SoakReport]:
     """Run a soak in the cluster of the fixture; its status and report."""
-    from harness.soak import run_soak
+    from kvpact.harness.drive.ray import run_soak
 
     journal = str(tmp_path / "journal")
     config = SoakConfig(**{"steps": 400, "deadline_s": 4.0, "journal": journal, **how})  # pyright: ignore[reportArgumentType]
@@ -234,7 +234,7 @@ def test_too_few_gpus_for_the_placement_group(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_rank_per_node_needs_nodes(tmp_path: Path) -> None:
-    from harness.soak import run_soak
+    from kvpact.harness.drive.ray import run_soak
 
     options = Options(address="auto", spread=True, start_timeout_s=2.0)
     with pytest.raises(BadInput, match="--spread needs a node per rank"):
@@ -292,8 +292,8 @@ def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
 def test_metrics_can_be_fetched(tmp_path: Path) -> None:
     import urllib.request
 
-    from harness.gather import Gather
-    from harness.live import Metrics
+    from kvpact.harness.drive.gather import Gather
+    from kvpact.harness.drive.live import Metrics
 
     metrics = Metrics(_free_port())
     try:

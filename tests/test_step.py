@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from consensus.ballot import Vector
-from consensus.errors import (
+from kvpact.consensus.core.ballot import Vector
+from kvpact.consensus.core.errors import (
     Divergence,
     KvpactError,
     Misuse,
@@ -24,10 +24,10 @@ from consensus.errors import (
     RankStalled,
     StoreSilent,
 )
-from consensus.participant import Intent, Outcome
-from consensus.report import LastSeen, Seal
-from consensus.step import StepLimits, Stepper
-from consensus.store import MemoryStore
+from kvpact.consensus.core.participant import Intent, Outcome
+from kvpact.consensus.epoch.report import LastSeen, Seal
+from kvpact.consensus.step.step import StepLimits, Stepper
+from kvpact.consensus.transport.store import MemoryStore
 from tests.foreign import Owner, make_manager, only
 
 TICK_S = 0.01

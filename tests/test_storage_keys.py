@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache.storage import Identity, PageKeys, seal
-from cache.storage.checksum import fits
-from consensus.errors import Misuse
+from kvpact.cache.storage import Identity, PageKeys, seal
+from kvpact.cache.storage.checksum import fits
+from kvpact.consensus.core.errors import Misuse
 
 HERE = Identity(model="m", layout="l", page_size=4, rank=1, tp=2, pp=2)
 TOKENS = st.lists(st.integers(0, 3), max_size=24)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from cache.storage import SealedPage, open_backend, seal
-from cache.storage.memory import MemoryBackend
-from consensus.errors import BadInput, Misuse
+from kvpact.cache.storage import SealedPage, open_backend, seal
+from kvpact.cache.storage.memory import MemoryBackend
+from kvpact.consensus.core.errors import BadInput, Misuse
 from tests.storage_conformance import check_calls, check_conformance
 from tests.storage_pages import IDENTITY, key_of, page_of, sealed
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage import Identity, open_backend, seal
-from cache.storage.mooncake import MooncakeBackend
-from consensus.errors import BadInput, Misuse
+from kvpact.cache.storage import Identity, open_backend, seal
+from kvpact.cache.storage.mooncake import MooncakeBackend
+from kvpact.consensus.core.errors import BadInput, Misuse
 from tests.storage_conformance import check_calls, check_conformance
 from tests.storage_pages import IDENTITY, key_of, page_of, sealed
 
@@ -354,7 +354,7 @@ def test_an_address_that_is_none(address: str) -> None:
 
 def test_a_port_of_something_else_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody listens, but it is no master: the client is not waited for without end."""
-    monkeypatch.setattr("cache.storage.mooncake.SETUP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("kvpact.cache.storage.mooncake.SETUP_TIMEOUT_S", 1.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cache.storage import Identity, open_backend
-from cache.storage.segment_file import ALIGN_BYTES, name_of, sequence_of
-from cache.storage.segments import SegmentBackend
-from consensus.errors import BadInput
+from kvpact.cache.storage import Identity, open_backend
+from kvpact.cache.storage.segment_file import ALIGN_BYTES, name_of, sequence_of
+from kvpact.cache.storage.segments import SegmentBackend
+from kvpact.consensus.core.errors import BadInput
 from tests.storage_conformance import check_calls, check_conformance
 from tests.storage_pages import IDENTITY, key_of, page_of, sealed
 

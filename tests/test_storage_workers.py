@@ -16,10 +16,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.storage import SealedPage
-from cache.storage.memory import MemoryBackend
-from cache.storage.requests import PagePlan, PlanPage, WorkersBase
-from cache.storage.workers import (
+from kvpact.cache.storage import SealedPage
+from kvpact.cache.storage.memory import MemoryBackend
+from kvpact.cache.storage.requests import PagePlan, PlanPage, WorkersBase
+from kvpact.cache.storage.workers import (
     CALL_PAGES,
     NO_PAGE_FAULT,
     DeferredWorkers,
@@ -28,7 +28,7 @@ from cache.storage.workers import (
     StorageRequest,
     StorageWorkers,
 )
-from consensus.errors import InternalError, Misuse
+from kvpact.consensus.core.errors import InternalError, Misuse
 from tests.storage_pages import key_of, page_of, sealed
 
 LONG_S = 20.0  # never reached unless something is broken

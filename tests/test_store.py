@@ -14,10 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consensus.errors import Misuse, StoreSilent
-from consensus.group import GlooGroup, connect_tcp_store, open_tcp_store, serve_tcp_store
-from consensus.store import MAX_LINES, MAX_VALUE_BYTES, MemoryStore, Store, TcpStore
-from harness.launch import Launch, RankContext
+from kvpact.consensus.core.errors import Misuse, StoreSilent
+from kvpact.consensus.transport.gloo import (
+    GlooGroup,
+    connect_tcp_store,
+    open_tcp_store,
+    serve_tcp_store,
+)
+from kvpact.consensus.transport.store import (
+    MAX_LINES,
+    MAX_VALUE_BYTES,
+    MemoryStore,
+    Store,
+    TcpStore,
+)
+from kvpact.harness.rank.launch import Launch, RankContext
 
 _TEXT = b"\x00\xff any bytes"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import STORAGE, Tier
-from cache.storage_tier import StorageState
-from cache.storing import Storing
-from consensus.errors import Misuse
+from kvpact.cache.storing.put import Storing
+from kvpact.cache.storing.tier import StorageState
+from kvpact.cache.tree.node import STORAGE, Tier
+from kvpact.consensus.core.errors import Misuse
 from tests.cache_world import World
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

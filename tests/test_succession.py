@@ -10,15 +10,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consensus.ballot import Vector
-from consensus.epoch import Introduction, Opener
-from consensus.errors import Divergence, KvpactError, Misuse, PeerError, RankStalled, StoreSilent
-from consensus.group import Group
-from consensus.manager import TransactionManager
-from consensus.membership import introduce
-from consensus.report import Policy, Seal
-from consensus.step import PAUSED, Stepper
-from consensus.store import MemoryStore
+from kvpact.consensus.core.ballot import Vector
+from kvpact.consensus.core.errors import (
+    Divergence,
+    KvpactError,
+    Misuse,
+    PeerError,
+    RankStalled,
+    StoreSilent,
+)
+from kvpact.consensus.core.manager import TransactionManager
+from kvpact.consensus.epoch.closing import Introduction, Opener
+from kvpact.consensus.epoch.report import Policy, Seal
+from kvpact.consensus.membership import introduce
+from kvpact.consensus.step.step import PAUSED, Stepper
+from kvpact.consensus.transport.gloo import Group
+from kvpact.consensus.transport.store import MemoryStore
 from tests.foreign import Owner, make_manager, only
 from tests.test_step import DEADLINE_S, GRACE_S, LAGS, LIMITS, TICK_S, Call, Link, Net, one_error
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.tensors import KVShape, KVTensors
-from consensus.errors import Misuse, ResourceError
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.memory.tensors import KVTensors
+from kvpact.consensus.core.errors import Misuse, ResourceError
 
 SHAPE = KVShape(layers=3, heads=2, dim=4, dtype="float16")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import Residency, Tier
+from kvpact.cache.tree.node import Residency, Tier
 from tests.cache_world import World, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

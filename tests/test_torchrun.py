@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from consensus.errors import BadInput
-from harness.report import read_report
-from harness.torchrun import main, place_from
+from kvpact.consensus.core.errors import BadInput
+from kvpact.harness.drive.report import read_report
+from kvpact.harness.torchrun import main, place_from
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
@@ -20,7 +20,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 def torchrun(num_ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*TORCHRUN, str(num_ranks), "-m", "harness.torchrun", *words],
+        [*TORCHRUN, str(num_ranks), "-m", "kvpact.harness.torchrun", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -43,7 +43,9 @@ def test_two_ranks_pass_under_faults(tmp_path: Path) -> None:
     report = read_report(str(out))
     assert report.verdict == "pass"
     assert report.launcher == "torchrun"
-    assert report.command.startswith("torchrun --nproc-per-node 2 -m harness.torchrun --tp 2")
+    assert report.command.startswith(
+        "torchrun --nproc-per-node 2 -m kvpact.harness.torchrun --tp 2"
+    )
     assert report.compared_steps >= 250
     assert (out / "report.html").exists()
     assert {rank.steps for rank in report.ranks} == {report.steps}
@@ -65,7 +67,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_ctrl_c_ends_in_good_order_with_a_report(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*TORCHRUN, "2", "-m", "harness.torchrun", "--minutes", "5", "--out", str(tmp_path)],
+        [*TORCHRUN, "2", "-m", "kvpact.harness.torchrun", "--minutes", "5", "--out", str(tmp_path)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -96,7 +98,7 @@ def test_outside_torchrun_it_says_how(capsys: pytest.CaptureFixture[str]) -> Non
         place_from({})
     assert "RANK" not in os.environ
     assert main(["--steps", "1"]) == 2
-    assert "torchrun --nproc-per-node 2 -m harness.torchrun" in capsys.readouterr().err
+    assert "torchrun --nproc-per-node 2 -m kvpact.harness.torchrun" in capsys.readouterr().err
 
 
 def test_the_number_of_ranks_must_be_that_of_the_processes(

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consensus.errors import BadInput
-from harness.traces import TraceRequest, prompt_tokens, read_trace, trace_stats
-from harness.workload import shipped_trace
+from kvpact.consensus.core.errors import BadInput
+from kvpact.harness.trace.conversations import shipped_trace
+from kvpact.harness.trace.mooncake import TraceRequest, prompt_tokens, read_trace, trace_stats
 
 REAL = Path(__file__).parents[1] / ".." / "shared" / "data"
 GOOD = {"timestamp": 3, "input_length": 600, "output_length": 7, "hash_ids": [11, 12]}

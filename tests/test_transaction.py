@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from consensus.errors import InternalError
-from consensus.transaction import (
+from kvpact.consensus.core.errors import InternalError
+from kvpact.consensus.core.transaction import (
     OPEN_STATES,
     TRANSITIONS,
     UNDECIDED_STATES,

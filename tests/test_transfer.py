@@ -13,13 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import transfer
-from cache.content import fill_pages, matches_pages
-from cache.cuda import CudaMover
-from cache.mover import MAX_PARTS
-from cache.page_pool import PagePool
-from cache.tensors import KVShape, KVTensors
-from cache.transfer import (
+from kvpact.cache.copies import cpu as transfer
+from kvpact.cache.copies.cpu import (
     NO_FAULT,
     CpuMover,
     DeferredMover,
@@ -29,7 +24,13 @@ from cache.transfer import (
     PartPlan,
     PlanPart,
 )
-from consensus.errors import InternalError, Misuse, ResourceError
+from kvpact.cache.copies.cuda import CudaMover
+from kvpact.cache.copies.mover import MAX_PARTS
+from kvpact.cache.memory.content import fill_pages, matches_pages
+from kvpact.cache.memory.page_pool import PagePool
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.memory.tensors import KVTensors
+from kvpact.consensus.core.errors import InternalError, Misuse, ResourceError
 
 SHAPE = KVShape(layers=2, heads=1, dim=2)
 NUM_PAGES = 24

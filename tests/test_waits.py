@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: Calls that can wait. What is taken from a store has its own bound (consensus/store.py).
+#: Calls that can wait. What is taken from a store has its own bound (consensus/transport/store.py).
 WAITING = {"wait", "wait_for", "sleep", "select", "acquire", "synchronize"}
 
 #: file: {function: (what bounds it, the test that stalls it)}

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from consensus.errors import Misuse, StoreSilent
-from consensus.store import MemoryStore, Store, TcpStore
-from consensus.watch import LEFT, Life, Position, Watch, process_life
-from harness.launch import Launch, RankContext
+from kvpact.consensus.core.errors import Misuse, StoreSilent
+from kvpact.consensus.transport.store import MemoryStore, Store, TcpStore
+from kvpact.consensus.transport.watch import LEFT, Life, Position, Watch, process_life
+from kvpact.harness.rank.launch import Launch, RankContext
 
 
 class _Clock:

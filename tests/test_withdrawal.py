@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache.node import Tier
+from kvpact.cache.tree.node import Tier
 from tests.cache_world import World
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

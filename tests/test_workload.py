@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consensus.errors import BadInput
-from harness import cli
-from harness.traces import BLOCK_TOKENS, TraceRequest, read_trace
-from harness.workload import WorkloadConfig, generate, shipped_trace, write_trace
+from kvpact.consensus.core.errors import BadInput
+from kvpact.harness.cli import main as cli
+from kvpact.harness.trace.conversations import WorkloadConfig, generate, shipped_trace, write_trace
+from kvpact.harness.trace.mooncake import BLOCK_TOKENS, TraceRequest, read_trace
 
 SMALL = WorkloadConfig(
     seed=3, lanes=6, turns=4, lanes_per_group=3, shared_tokens=1100, first_tokens=(100, 900),

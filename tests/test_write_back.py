@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cache.node import Residency, Tier
-from cache.side_pools import SideSpec
-from cache.ticket import TicketState
-from cache.write_back import WriteBack
+from kvpact.cache.paths.write_back import WriteBack
+from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.tree.node import Residency, Tier
+from kvpact.cache.tree.side import SideSpec
 from tests.cache_world import World, outcome
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from cache.hierarchical_cache import HierarchicalCache
-from cache.mover import PartPlan
-from cache.node import Residency, Tier
-from cache.transfer import DeferredMover
-from cache.write_through import WriteThrough
-from consensus.participant import OutcomeKind
+from kvpact.cache.copies.cpu import DeferredMover
+from kvpact.cache.copies.mover import PartPlan
+from kvpact.cache.hierarchical_cache import HierarchicalCache
+from kvpact.cache.paths.write_through import WriteThrough
+from kvpact.cache.tree.node import Residency, Tier
+from kvpact.consensus.core.participant import OutcomeKind
 from tests.cache_world import World, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 
-from cache.storage.checksum import Page, SealedPage, seal
-from cache.storage.keys import Identity, PageKeys
-from cache.storage.memory import MemoryBackend
-from cache.storage.protocol import Backend, BackendBase
-from cache.storage.segments import SegmentBackend
-from cache.storage.workers import (
+from kvpact.cache.storage.checksum import Page, SealedPage, seal
+from kvpact.cache.storage.keys import Identity, PageKeys
+from kvpact.cache.storage.memory import MemoryBackend
+from kvpact.cache.storage.protocol import Backend, BackendBase
+from kvpact.cache.storage.segments import SegmentBackend
+from kvpact.cache.storage.workers import (
     DeferredWorkers,
     Kind,
     PagePlan,
@@ -23,7 +23,7 @@ from cache.storage.workers import (
     StorageWorkers,
     Workers,
 )
-from consensus.errors import BadInput
+from kvpact.consensus.core.errors import BadInput
 
 __all__ = [
     "BACKENDS",
@@ -73,7 +73,9 @@ def open_backend(
         directory = os.path.join(path, identity.directory)
         return SegmentBackend(directory, identity, capacity_bytes=capacity_bytes, durable=durable)
     if name == "mooncake" and master is not None:
-        from cache.storage.mooncake import MooncakeBackend  # an extra: only where it is asked for
+        from kvpact.cache.storage.mooncake import (
+            MooncakeBackend,  # an extra: only where it is asked for
+        )
 
         return MooncakeBackend(master, identity, lent_bytes=capacity_bytes)
     raise BadInput(f"there is no storage {name!r}: choose one of {', '.join(BACKENDS)}")

@@ -2,7 +2,7 @@
 
 A page that was torn, swapped, cut or written from memory that was reused meanwhile does not fit
 its envelope: it is a miss. xxh3 finds accidents, not attacks; who may write to a storage is trusted
-(tenants are kept apart by their keys, see `cache.storage.keys`).
+(tenants are kept apart by their keys, see `kvpact.cache.storage.keys`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TypeAlias
 import msgspec
 import xxhash
 
-from cache.storage.keys import KEY_BYTES
-from consensus.errors import Misuse
+from kvpact.cache.storage.keys import KEY_BYTES
+from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["Page", "SealedPage", "fits", "page_checksum", "seal"]
 

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from cache.storage.keys import Identity
-from cache.storage.protocol import log
-from cache.storage.segment_file import FORMAT, sync_directory
-from consensus.errors import BadInput
+from kvpact.cache.storage.keys import Identity
+from kvpact.cache.storage.protocol import log
+from kvpact.cache.storage.segment_file import FORMAT, sync_directory
+from kvpact.consensus.core.errors import BadInput
 
 __all__ = ["DISK_FULL", "open_directory"]
 

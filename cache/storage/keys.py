@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from consensus.errors import Misuse
+from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["KEY_BYTES", "Identity", "PageKeys"]
 

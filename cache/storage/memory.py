@@ -6,9 +6,9 @@ import collections
 import threading
 from collections.abc import Sequence
 
-from cache.storage.checksum import SealedPage
-from cache.storage.protocol import BackendBase
-from consensus.errors import BadInput, InternalError
+from kvpact.cache.storage.checksum import SealedPage
+from kvpact.cache.storage.protocol import BackendBase
+from kvpact.consensus.core.errors import BadInput, InternalError
 
 __all__ = ["MemoryBackend"]
 

@@ -36,10 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from cache.storage.checksum import SealedPage
-from cache.storage.keys import Identity
-from cache.storage.protocol import BackendBase, log
-from consensus.errors import BadInput
+from kvpact.cache.storage.checksum import SealedPage
+from kvpact.cache.storage.keys import Identity
+from kvpact.cache.storage.protocol import BackendBase, log
+from kvpact.consensus.core.errors import BadInput
 
 __all__ = ["MooncakeBackend"]
 

@@ -1,14 +1,14 @@
 """What every storage backend is: its protocol, and the promises that all of them share.
 
-A `Backend` keeps pages under keys (`cache.storage.keys`). It is a cache: it may forget any page at
-any time, so a page that `exists` said is there may still be a miss. What it never does is serve a
-wrong one: each page is checked against its envelope on every read.
+A `Backend` keeps pages under keys (`kvpact.cache.storage.keys`). It is a cache: it may forget any
+page at any time, so a page that `exists` said is there may still be a miss. What it never does is
+serve a wrong one: each page is checked against its envelope on every read.
 
 Trouble costs hits, never the engine: a call that cannot be carried out answers with misses and
 ``False``, is logged and counted. Only a caller's mistake raises (`Misuse`).
 
-Calls may come from several threads at once, and may take long; `cache.storage.workers` keeps them
-away from the thread that steps the cache.
+Calls may come from several threads at once, and may take long; `kvpact.cache.storage.workers` keeps
+them away from the thread that steps the cache.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cache.storage.checksum import Page, SealedPage, fits
-from cache.storage.keys import KEY_BYTES
-from consensus.errors import Misuse
+from kvpact.cache.storage.checksum import Page, SealedPage, fits
+from kvpact.cache.storage.keys import KEY_BYTES
+from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["COUNTERS", "MAX_BATCH_PAGES", "Backend", "BackendBase", "log"]
 

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import msgspec
 
-from cache.storage.checksum import Page, SealedPage
-from cache.storage.keys import KEY_BYTES
-from cache.storage.protocol import MAX_BATCH_PAGES, BackendBase
-from consensus.errors import InternalError, Misuse
+from kvpact.cache.storage.checksum import Page, SealedPage
+from kvpact.cache.storage.keys import KEY_BYTES
+from kvpact.cache.storage.protocol import MAX_BATCH_PAGES, BackendBase
+from kvpact.consensus.core.errors import InternalError, Misuse
 
 __all__ = [
     "MAX_REQUESTS",

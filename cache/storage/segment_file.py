@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from cache.storage.checksum import Page, SealedPage
+from kvpact.cache.storage.checksum import Page, SealedPage
 
 __all__ = [
     "ALIGN_BYTES",

@@ -1,8 +1,8 @@
 """The embedded storage: real files in one directory a rank, one segment a batch.
 
-A put writes one new file (`cache.storage.segment_file`); nothing is ever changed in place, so a
-process that is killed at any moment loses what it had not acknowledged, and no more. The index is
-in memory, made again from the segments' tables at start. Of two entries of a key the later
+A put writes one new file (`kvpact.cache.storage.segment_file`); nothing is ever changed in place,
+so a process that is killed at any moment loses what it had not acknowledged, and no more. The index
+is in memory, made again from the segments' tables at start. Of two entries of a key the later
 segment's counts.
 
 **Room.** Whole segments go, oldest first. A page of theirs that was used since the next segment
@@ -20,11 +20,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cache.storage.checksum import SealedPage, fits
-from cache.storage.directory import DISK_FULL, open_directory
-from cache.storage.keys import Identity
-from cache.storage.protocol import MAX_BATCH_PAGES, BackendBase, log
-from cache.storage.segment_file import (
+from kvpact.cache.storage.checksum import SealedPage, fits
+from kvpact.cache.storage.directory import DISK_FULL, open_directory
+from kvpact.cache.storage.keys import Identity
+from kvpact.cache.storage.protocol import MAX_BATCH_PAGES, BackendBase, log
+from kvpact.cache.storage.segment_file import (
     ALIGN_BYTES,
     Entry,
     Unreadable,
@@ -36,7 +36,7 @@ from cache.storage.segment_file import (
     sequence_of,
     write_segment,
 )
-from consensus.errors import BadInput, InternalError
+from kvpact.consensus.core.errors import BadInput, InternalError
 
 __all__ = ["SegmentBackend"]
 

@@ -17,8 +17,8 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from cache.storage.protocol import BackendBase, log
-from cache.storage.requests import (
+from kvpact.cache.storage.protocol import BackendBase, log
+from kvpact.cache.storage.requests import (
     MAX_REQUESTS,
     NO_PAGE_FAULT,
     Answer,
@@ -32,7 +32,7 @@ from cache.storage.requests import (
     WorkersBase,
     ask,
 )
-from consensus.errors import Misuse
+from kvpact.consensus.core.errors import Misuse
 
 __all__ = [
     "NO_PAGE_FAULT",

@@ -1,0 +1,185 @@
+"""One rank put together: from a configuration and the store's address to a cache that can step.
+
+:func:`join_cache` is all that an engine needs. Its parts are here by name for those who bring one
+of their own: pools that refuse, a mover with faults, a group that is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from kvpact.cache.config import CacheConfig
+from kvpact.cache.copies.cpu import CpuMover
+from kvpact.cache.copies.cuda import CudaMover
+from kvpact.cache.copies.mover import Mover
+from kvpact.cache.copies.side_pools import SidePool
+from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.hierarchical_cache import HierarchicalCache, config_facts, schema_of
+from kvpact.cache.memory.page_pool import PagePool
+from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.storage import BackendBase, Identity, PageKeys, StorageWorkers
+from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.journal import Journal
+from kvpact.consensus.membership import Membership
+from kvpact.consensus.provenance import require_installed_files
+
+__all__ = ["join_cache", "join_replica", "make_mover", "make_pools", "make_tensors"]
+
+
+def join_cache(
+    config: CacheConfig,
+    host: str,
+    port: int,
+    *,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    device: torch.device | str = "cpu",
+    forward_stream: torch.cuda.Stream | None = None,
+    open_storage: Callable[[Identity], BackendBase] | None = None,
+    model: str = "",
+    side: Sequence[SidePool] = (),
+    journal_path: Path | None = None,
+    start_timeout_s: float = 60.0,
+    leave_timeout_s: float = 5.0,
+) -> HierarchicalCache:
+    """Build this rank's tensors, pools and copies, join replica ``name``, return its cache.
+
+    ``host:port`` is the store (:func:`kvpact.consensus.transport.gloo.serve_tcp_store`, or any
+    TCPStore of torch); ``ranks`` are all ranks of the replica. K and V of the device tier live on
+    ``device``; with CUDA the host tier is page-locked and copies wait for ``forward_stream``, by
+    default the stream that is current on the calling thread. The journal is written to
+    ``journal_path`` where one is given.
+
+    With ``open_storage`` there is a storage tier: it is called with whose pages they are (``model``
+    names the weights) and returns a backend, e.g. by :func:`kvpact.cache.storage.open_backend`.
+    ``side`` are the pools of ``config.side_pools``, over tensors of the engine's.
+
+    The cache owns all else: ``close()`` (or leaving its ``with`` block) waits at most
+    ``leave_timeout_s`` for the other ranks, so that none loses a verdict that is under way.
+
+    Raises :class:`Misuse` where ranks are configured differently, :class:`RankStalled` or
+    :class:`PeerLost` where one does not come within ``start_timeout_s``, :class:`StoreSilent`
+    without a store, :class:`ResourceError` where the memory cannot be had, :class:`BadInput` where
+    the storage cannot be used. Nothing is left behind.
+    """
+    require_installed_files()
+    with ExitStack() as parts:
+        # What can fail on this rank alone comes before the others hear of it.
+        tensors = make_tensors(config, device)
+        mover = make_mover(tensors[Tier.DEVICE], tensors[Tier.HOST], forward_stream)
+        parts.callback(mover.close)
+        journal = Journal(rank, path=journal_path)
+        parts.callback(journal.close)
+        pools = make_pools(config)
+        storage: StorageDesk | None = None
+        if open_storage is not None:
+            identity = _identity(config, model, ranks.index(rank), len(ranks))
+            backend = open_storage(identity)
+            parts.callback(backend.close)
+            workers = StorageWorkers(backend)
+            parts.callback(workers.close)
+            storage = StorageDesk(workers, PageKeys(identity), pools[Tier.HOST], tensors[Tier.HOST])
+        membership = join_replica(
+            config, host, port, name=name, rank=rank, ranks=ranks, start_timeout_s=start_timeout_s
+        )
+        parts.callback(membership.close)
+        closing = ExitStack()
+        cache = HierarchicalCache(
+            config,
+            group=membership.group,
+            store=membership.store,
+            pools=pools,
+            mover=mover,
+            usable=membership.usable,
+            journal=journal,
+            locator=membership.locator,
+            beacon=membership.watch,
+            regroup=membership.regroup,
+            on_close=closing.close,
+            storage=storage,
+            side=side,
+        )
+        membership.watch_over(cache.stepper)
+        closing.enter_context(parts.pop_all())
+        closing.callback(membership.leave, leave_timeout_s)
+        return cache
+
+
+def join_replica(
+    config: CacheConfig,
+    host: str,
+    port: int,
+    *,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    start_timeout_s: float = 60.0,
+) -> Membership:
+    """Meet the other ranks for a cache of this configuration; see :meth:`Membership.join`."""
+    return Membership.join(
+        host,
+        port,
+        name=name,
+        rank=rank,
+        ranks=ranks,
+        width=schema_of(config).width,
+        facts=config_facts(config),
+        usable={
+            **{tier.value: num_pages for tier, num_pages in _num_pages(config).items()},
+            **{
+                spec.pool(tier): config.side_pages[spec.name][index]
+                for spec in config.side_pools
+                for index, tier in enumerate((Tier.DEVICE, Tier.HOST))
+            },
+        },
+        deadline_s=config.deadline_s,
+        start_timeout_s=start_timeout_s,
+    )
+
+
+def make_pools(config: CacheConfig) -> dict[Tier, PagePool]:
+    """The pages of each tier of this rank, all free."""
+    return {tier: PagePool(tier.value, number) for tier, number in _num_pages(config).items()}
+
+
+def make_tensors(config: CacheConfig, device: torch.device | str = "cpu") -> dict[Tier, KVTensors]:
+    """K and V of each tier: DEVICE on ``device``, HOST on the CPU, page-locked where CUDA copies.
+
+    Raises :class:`ResourceError` where the memory cannot be had.
+    """
+    shape, size = config.kv_shape, config.page_size
+    is_cuda = torch.device(device).type == "cuda"
+    return {
+        Tier.DEVICE: KVTensors(shape, config.device_pages, size, device),
+        Tier.HOST: KVTensors(shape, config.host_pages, size, pin_memory=is_cuda),
+    }
+
+
+def make_mover(
+    device: KVTensors, host: KVTensors, forward_stream: torch.cuda.Stream | None = None
+) -> Mover:
+    """Copies on side streams where the device tier is on CUDA, else on a thread."""
+    if device.device.type == "cuda":
+        return CudaMover(device, host, forward_stream=forward_stream)
+    return CpuMover(device, host)
+
+
+def _num_pages(config: CacheConfig) -> dict[Tier, int]:
+    return {Tier.DEVICE: config.device_pages, Tier.HOST: config.host_pages}
+
+
+def _identity(config: CacheConfig, model: str, place: int, num_ranks: int) -> Identity:
+    """Whose pages the storage holds: nothing of another model, layout or rank fits."""
+    shape = config.kv_shape
+    return Identity(
+        model=model,
+        layout=f"{shape.layers}x{shape.heads}x{shape.dim} {shape.dtype}",
+        page_size=config.page_size,
+        rank=place,
+        tp=num_ranks,
+    )

@@ -1,0 +1,1 @@
+"""Facts of this rank: its physical pages and tensors."""

@@ -1,0 +1,130 @@
+"""What a page must contain, computed from its prefix, so that any copy can be checked.
+
+A page's *hash* is chained over the pages of its prefix: it names the tokens up to and including
+the page, and the namespace. The bytes of a page follow from (hash, rank, K or V, layer, place),
+so a page that holds another prefix's, another rank's, another layer's bytes does not match.
+
+The pattern is an arithmetic sequence of 64-bit words::
+
+    word[j] = base + j * STEP  (mod 2**64)      base = mix(page_hash, rank)
+    j = plane * words per plane + place
+
+``mix`` is a bijection of the hash, so with pages of 8 bytes or more in each plane (4 tokens x
+1 head x 1 dim x 2 bytes is exactly that) two different hashes of a rank differ in *every* word,
+for certain; smaller planes hold the low bytes of one word, and two hashes agree in all planes
+with a probability of about ``2**-(8 * bytes in a plane)``. The odd STEP makes all words of
+a page differ from each other, so layers and K and V cannot be swapped unnoticed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.memory.tensors import KVTensors, PageWords
+from kvpact.consensus.core.errors import Misuse
+
+__all__ = ["expected_page", "fill", "fill_pages", "matches", "matches_pages", "page_hashes"]
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_RANK_STEP = 0xD1B54A32D192ED03
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def page_hashes(
+    tokens: NDArray[np.int32], page_size: int, previous: int = 0, namespace: str = ""
+) -> list[int]:
+    """The chained 64-bit hash of every whole page of ``tokens`` (1-D, int32).
+
+    ``previous`` is the hash of the page before ``tokens[0]`` (0: they start the prompt), so a
+    chain may be computed piece by piece. ``namespace`` keeps tenants apart; it belongs to the
+    start of the prompt and is `Misuse` together with ``previous``. Tokens beyond the last whole
+    page are left out.
+    """
+    if namespace:
+        if previous:
+            raise Misuse("a namespace starts a chain of hashes: it cannot follow `previous`")
+        previous = xxhash.xxh3_64_intdigest(namespace.encode())
+    if tokens.ndim != 1 or page_size < 1:
+        raise Misuse(f"tokens must be 1-D and page_size >= 1, not {tokens.shape}, {page_size}")
+    data = memoryview(tokens.astype("<i4").tobytes())
+    stride = 4 * page_size
+    hashes: list[int] = []
+    for start in range(0, len(tokens) // page_size * stride, stride):
+        previous = xxhash.xxh3_64_intdigest(data[start : start + stride], previous)
+        hashes.append(previous)
+    return hashes
+
+
+def fill_pages(tensors: KVTensors, pages: Sequence[int], hashes: Sequence[int], rank: int) -> None:
+    """Overwrite ``pages`` with the contents that belong to ``hashes``, page by page, on ``rank``.
+
+    Raises `Misuse` where the two differ in length or a page does not exist.
+    """
+    _require_pairs(pages, hashes)
+    if pages:
+        tensors.scatter(pages, _contents(tensors, hashes, rank))
+
+
+def matches_pages(
+    tensors: KVTensors, pages: Sequence[int], hashes: Sequence[int], rank: int
+) -> list[bool]:
+    """Page by page: is every byte of every layer, K and V, what ``hashes`` demand on ``rank``?"""
+    _require_pairs(pages, hashes)
+    if not pages:
+        return []
+    equal = tensors.gather(pages) == _contents(tensors, hashes, rank)
+    return [bool(value) for value in equal.all(axis=(0, 2))]
+
+
+def fill(tensors: KVTensors, page_index: int, page_hash: int, rank: int) -> None:
+    """`fill_pages` for one page."""
+    fill_pages(tensors, [page_index], [page_hash], rank)
+
+
+def matches(tensors: KVTensors, page_index: int, page_hash: int, rank: int) -> bool:
+    """`matches_pages` for one page."""
+    return matches_pages(tensors, [page_index], [page_hash], rank)[0]
+
+
+def expected_page(shape: KVShape, page_size: int, page_hash: int, rank: int) -> bytes:
+    """The bytes of one page as `KVTensors.read_page` returns them once it is filled."""
+    return _pattern(2 * shape.layers, shape.plane_bytes(page_size), [page_hash], rank).tobytes()
+
+
+def _contents(tensors: KVTensors, hashes: Sequence[int], rank: int) -> PageWords:
+    pattern = _pattern(2 * tensors.shape.layers, tensors.plane_bytes, hashes, rank)
+    if pattern.dtype == np.uint8:
+        pattern = np.ascontiguousarray(pattern)
+    return pattern.view(tensors.word_type).transpose(1, 0, 2)
+
+
+def _pattern(num_planes: int, plane_bytes: int, hashes: Sequence[int], rank: int) -> PageWords:
+    """``[len(hashes), num_planes, ...]``: uint64 words, or bytes where they do not fill a plane."""
+    words = -(-plane_bytes // 8)
+    base = np.array(hashes, dtype=np.uint64)
+    # The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit integers.
+    base += np.uint64((rank + 1) * _RANK_STEP & 0xFFFF_FFFF_FFFF_FFFF)
+    base = (base ^ (base >> np.uint64(30))) * _MIX_1
+    base = (base ^ (base >> np.uint64(27))) * _MIX_2
+    base ^= base >> np.uint64(31)
+    pattern = (base[:, None] + _steps(num_planes * words)).reshape(len(hashes), num_planes, words)
+    if plane_bytes % 8 == 0:
+        return pattern
+    return pattern.astype("<u8", copy=False).view(np.uint8)[..., :plane_bytes]
+
+
+@functools.lru_cache(maxsize=4)
+def _steps(num_words: int) -> NDArray[np.uint64]:
+    return np.arange(num_words, dtype=np.uint64) * _STEP
+
+
+def _require_pairs(pages: Sequence[int], hashes: Sequence[int]) -> None:
+    if len(pages) != len(hashes):
+        raise Misuse(f"{len(pages)} pages but {len(hashes)} hashes")

@@ -1,0 +1,139 @@
+"""What all ways from DEVICE to HOST have in common: pages reserved, one part of a merged copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpact.cache.copies.mover import Direction
+from kvpact.cache.paths.insert_voted import Insertion
+from kvpact.cache.residency.tiers import Tiers
+from kvpact.cache.tree.node import Carriage, Node, Residency, Tier
+from kvpact.consensus.core.participant import Intent
+
+__all__ = ["Backup"]
+
+
+class Backup:
+    """The half of a participant that write-through, write-back and buffer flush share.
+
+    ``on_backed_up`` hears of nodes whose bytes are on HOST on every rank.
+    ``num_commits`` and ``num_aborts`` count verdicts, ``num_no_room`` what no room could be planned
+    for, ``num_dropped`` what a full queue did not take, ``num_deferred`` intents x steps that kept
+    their place in line.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        insertion: Insertion,
+        on_backed_up: Callable[[list[Node]], None] | None = None,
+    ) -> None:
+        self._tiers = tiers
+        self._on_backed_up = on_backed_up
+        self._insertion = insertion
+        self._carriages: dict[int, Carriage] = {}
+        self.num_commits = 0
+        self.num_aborts = 0
+        self.num_no_room = 0
+        self.num_dropped = 0
+        self.num_deferred = 0
+
+    def _carry(self, intent: Intent, carriage: Carriage) -> None:
+        """``intent`` brings the nodes to HOST; until it has ended they are pinned in both tiers."""
+        tree = self._tiers.tree
+        carriage.intent = intent
+        self._carriages[intent.serial] = carriage
+        carriage.attach()
+        for node in carriage.nodes:
+            tree.place(node, Tier.HOST, Residency.RESERVED)
+            tree.pin(node, Tier.DEVICE)
+            tree.pin(node, Tier.HOST)
+
+    # -- participant -----------------------------------------------------------------------------
+
+    def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
+        """All or nothing."""
+        carriage = self._carriages[intent.serial]
+        if pool != Tier.HOST.value:
+            return self._tiers.side.reserve(carriage, pool, num_pages)
+        if self._tiers.desk.room < 1:
+            return 0
+        carriage.pages = self._tiers.pools[Tier.HOST].reserve(num_pages) or []
+        return len(carriage.pages)
+
+    def unreserve(self, intent: Intent, pool: str) -> None:
+        """Give the pages back; nothing has used them."""
+        carriage = self._carriages[intent.serial]
+        if pool != Tier.HOST.value:
+            self._tiers.side.unreserve(carriage, pool)
+            return
+        self._tiers.pools[Tier.HOST].free(carriage.pages)
+        carriage.pages = []
+
+    def start(self, intent: Intent) -> None:
+        """Put its part into the merged copy of this step, so that the copy hides the vote."""
+        carriage = self._carriages[intent.serial]
+        source, inserts = self._insertion.sources(carriage.nodes)
+
+        def on_end(_: int, ok: bool) -> None:
+            for insert in inserts:
+                self._insertion.reader_ended(insert)
+            self._tiers.manager.mark_ended(intent, None if ok else 0)
+
+        side = self._tiers.side.copies(carriage.nodes, carriage, inserts)
+        self._tiers.desk.add(Direction.TO_HOST, [(source, carriage.pages)], on_end, side)
+
+    def commit(self, intent: Intent) -> None:
+        """The nodes are on HOST now; their bytes may still be on the way, so the pins stay."""
+        self.num_commits += 1
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            pages = carriage.pages_of(node)
+            self._tiers.side.publish(carriage, node)
+            self._tiers.tree.place(node, Tier.HOST, Residency.COPYING, pages)
+
+    def abort(self, intent: Intent) -> None:
+        """No rank believes that the nodes are on HOST; a copy may still write there."""
+        self.num_aborts += 1
+        carriage = self._carriages[intent.serial]
+        for node in carriage.nodes:
+            self._tiers.tree.place(node, Tier.HOST, Residency.ABSENT)
+        carriage.let_go()
+
+    def _detach(self, carriage: Carriage, *, has_arrived: bool) -> list[Node]:
+        """It is over: unpin its nodes, which are on HOST, or have nothing there. Returns them."""
+        tree = self._tiers.tree
+        nodes = carriage.detach()
+        for node in nodes:
+            if has_arrived:
+                tree.place(node, Tier.HOST, Residency.RESIDENT)
+                if self._on_backed_up is not None:
+                    self._on_backed_up([node])
+            tree.unpin(node, Tier.DEVICE)
+            tree.unpin(node, Tier.HOST)
+        if not has_arrived:
+            self._free(carriage)
+        return nodes
+
+    def _free(self, carriage: Carriage) -> None:
+        """What was reserved for it is free: nothing of it is kept."""
+        self._tiers.pools[Tier.HOST].free(carriage.pages)
+        self._tiers.side.free_carriage(carriage)
+
+    def held(self) -> list[Carriage]:
+        """Its open carriages, for the audit."""
+        return list(self._carriages.values())
+
+    def requeue(self) -> None:
+        """A ballot was settled: what it deferred, if anything, goes back into line."""
+
+    def add_path(self, path: list[Node]) -> None:
+        """``path`` was inserted or used again: queue what of it should leave the device."""
+
+    def held_pages(self) -> list[int]:
+        """Host pages of this rank that open intents own."""
+        return [page for carriage in self._carriages.values() for page in carriage.pages]
+
+    def clear(self) -> None:
+        """The epoch is over: nothing of it is open any more."""
+        self._carriages.clear()

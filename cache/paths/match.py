@@ -1,0 +1,83 @@
+"""Finding what is cached: which part of a prompt can be served, and from where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import takewhile
+
+from kvpact.cache.requests.results import Match
+from kvpact.cache.requests.table import RequestTable
+from kvpact.cache.residency.tiers import Tiers
+from kvpact.cache.tree.node import Node, Tier, Tokens
+from kvpact.consensus.core.errors import Misuse
+from kvpact.consensus.core.journal import Journal
+
+__all__ = ["Lookup"]
+
+
+class Lookup:
+    """Matches prompts against the tree. Only what is published in a tier is ever found."""
+
+    def __init__(self, tiers: Tiers, requests: RequestTable, journal: Journal) -> None:
+        self._tiers = tiers
+        self._tree = tiers.tree
+        self._requests = requests
+        self._journal = journal
+
+    def match(self, tokens: Tokens, namespace: str, request: str | None) -> Match:
+        """See :meth:`kvpact.cache.hierarchical_cache.HierarchicalCache.match_prefix`."""
+        owner = None if request is None else self._requests.get(request)
+        if owner is not None and owner.held is not None and owner.private:
+            raise Misuse(
+                f"request {request!r} owns pages that follow the prefix it holds: insert or free"
+                " them before it matches again"
+            )
+        path = self.served(self._tree.match(tokens, namespace))
+        device = self._on_device(path)
+        num_device = sum(node.num_pages for node in device)
+        if self._journal.is_written:
+            self._journal.fact("serve", len(device), *(node.node_id for node in path))
+        if request is not None:
+            live = self._requests.open(request)
+            live.prompt_pages = len(tokens) // self._tree.page_size
+            live.device_hit_pages = num_device
+            self._requests.hold(live, device[-1] if device else None)
+        return Match(
+            node=path[-1] if path else None,
+            pages=[page for node in device for page in node.device.pages],
+            device_pages=num_device,
+            host_pages=sum(node.num_pages for node in path) - num_device,
+            tokens=tokens,
+            namespace=namespace,
+        )
+
+    def peek(self, tokens: Tokens, namespace: str) -> dict[str, int]:
+        """See :meth:`kvpact.cache.hierarchical_cache.HierarchicalCache.peek`."""
+        nodes, shared = self._tree.walk(tokens, namespace)
+        sizes = [node.num_pages for node in nodes[:-1]] + [shared] * bool(nodes)
+        sized = list(zip(nodes, sizes, strict=True))
+
+        def length(is_there: Callable[[Node], bool]) -> int:
+            return sum(size for _, size in takewhile(lambda pair: is_there(pair[0]), sized))
+
+        return {
+            "device": length(lambda node: node.device.is_published),
+            "host": length(lambda node: node.host.is_published),
+            "usable": length(_is_served),
+        }
+
+    def served(self, path: list[Node]) -> list[Node]:
+        """The leading nodes that can be served, up to where every side pool's state is there."""
+        served = list(takewhile(_is_served, path))
+        side = self._tiers.side
+        return served[: side.usable_end(served, list(Tier))] if side else served
+
+    def _on_device(self, path: list[Node]) -> list[Node]:
+        """The leading nodes that can be used on the device as they are."""
+        device = list(takewhile(lambda node: node.device.is_published, path))
+        side = self._tiers.side
+        return device[: side.usable_end(device, [Tier.DEVICE])] if side else device
+
+
+def _is_served(node: Node) -> bool:
+    return node.device.is_published or node.host.is_published

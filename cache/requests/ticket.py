@@ -1,0 +1,46 @@
+"""What a scheduler gets for a wish that a step decides."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from kvpact.cache.tree.node import Carriage, Node
+
+if TYPE_CHECKING:
+    from kvpact.cache.requests.table import Request
+
+__all__ = ["Ticket", "TicketState"]
+
+
+class TicketState(enum.Enum):
+    """What admission may read, the same on every rank."""
+
+    PENDING = "pending"  # a step decides it
+    READY = "ready"  # its pages are the request's to use (loads: start_loading waits for them)
+    REFUSED = "refused"  # nothing came of it; ``why`` says so
+
+
+class Ticket:
+    """A promise that ``step`` decides. ``num_pages`` is how many pages came of it."""
+
+    __slots__ = ("carriages", "node", "num_pages", "present_pages", "request", "state", "why")
+
+    def __init__(self, request: Request, node: Node | None, present_pages: int) -> None:
+        self.request = request
+        self.node = node
+        self.present_pages = present_pages
+        self.carriages: list[Carriage] = []
+        self.state = TicketState.PENDING
+        self.num_pages = 0
+        self.why = ""
+
+    @property
+    def path(self) -> list[Node]:
+        """The prefix it is about, as the tree has it now."""
+        return [] if self.node is None else self.node.path()
+
+    def refuse(self, why: str) -> None:
+        """Nothing comes of it."""
+        self.state = TicketState.REFUSED
+        self.why = why

@@ -1,0 +1,1 @@
+"""What is resident in which tier, and how it is taken back."""

@@ -1,0 +1,1 @@
+"""The ways between the host and the storage: prefetch, put, clear; attached or not."""

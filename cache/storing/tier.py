@@ -1,0 +1,132 @@
+"""The storage tier as the cache sees it: attached, draining or detached, and its two paths."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.residency.tiers import Tiers
+from kvpact.cache.storing.clear import Clearing
+from kvpact.cache.storing.prefetch import Prefetch
+from kvpact.cache.storing.put import STORAGE, Storing
+from kvpact.cache.tree.events import EventLog
+from kvpact.cache.tree.node import Node, Tier
+from kvpact.consensus.core.errors import Misuse
+
+if TYPE_CHECKING:
+    from kvpact.cache.config import CacheConfig
+
+__all__ = ["STORAGE", "StorageState", "StorageTier"]
+
+
+class StorageState(enum.Enum):
+    """Agreed: attach and detach are calls that every rank makes."""
+
+    ATTACHED = "attached"
+    DRAINING = "draining"  # what is open is completed, nothing new begins
+    CLEARING = "clearing"  # emptied on all ranks; nothing begins before all have done it
+    DETACHED = "detached"
+
+
+class StorageTier:
+    """Storage writes and prefetches, and whether there is a storage at all."""
+
+    def __init__(
+        self, tiers: Tiers, desk: StorageDesk, events: EventLog, config: CacheConfig
+    ) -> None:
+        self.desk = desk
+        self.state = StorageState.ATTACHED
+        self.storing = Storing(tiers, desk, events, queue_nodes_max=config.write_queue_nodes_max)
+        self.prefetch = Prefetch(
+            tiers,
+            desk,
+            minimum_pages=config.prefetch_minimum_pages,
+            policy=config.prefetch_policy,
+            timeout_s=config.prefetch_timeout_s,
+        )
+        self.clearing = Clearing(tiers, desk, events)
+        self._tiers = tiers
+        self._events = events
+        self._queue_pages = config.storage_queue_pages
+
+    @property
+    def usable(self) -> int:
+        """Places in this rank's queue, in pages."""
+        return 0 if self.state is StorageState.DETACHED else self._queue_pages
+
+    @property
+    def is_attached(self) -> bool:
+        """New writes and prefetches may begin."""
+        return self.state is StorageState.ATTACHED
+
+    @property
+    def is_busy(self) -> bool:
+        """Something of it is queued or open, or it is about to be detached: agreed."""
+        return self._has_open or self.state in (StorageState.DRAINING, StorageState.CLEARING)
+
+    @property
+    def _has_open(self) -> bool:
+        return self.storing.is_busy or self.prefetch.num_open > 0
+
+    def backed_up(self, nodes: list[Node]) -> None:
+        """These are backed up on every rank: write them out, pinned on HOST meanwhile."""
+        if not self.is_attached:
+            return
+        for node in nodes:
+            self._tiers.tree.pin(node, Tier.HOST)
+            self.storing.add([node], node.host.pages, self._unpin)
+
+    def _unpin(self, nodes: list[Node], stored: int) -> None:
+        for node in nodes:
+            self._tiers.tree.unpin(node, Tier.HOST)
+
+    def plan(self) -> None:
+        """Open what can begin; a storage that drains is detached once nothing is open."""
+        self.storing.plan()
+        self.prefetch.plan()
+        if self.state is StorageState.DRAINING and not self._has_open:
+            self.state = StorageState.DETACHED
+            self._tiers.manager.note("detached")
+        if self.state is StorageState.DETACHED:
+            self.storing.drop_queue()  # copies to staging that ended later
+
+    def attach(self) -> None:
+        """Agreed call: new writes and prefetches may begin."""
+        self._tiers.manager.note("attach")
+        self.state = StorageState.ATTACHED
+
+    def detach(self, *, complete: bool) -> None:
+        """Agreed call: nothing new begins; what is open is completed first.
+
+        Raises :class:`Misuse` where something is open and ``complete`` is False: nothing changed.
+        """
+        if self._has_open and not complete:
+            raise Misuse(
+                "storage has writes or prefetches open: let them end, or detach with complete=True"
+            )
+        self._tiers.manager.note("detach")
+        if self.state is StorageState.ATTACHED:
+            self.state = StorageState.DRAINING if self._has_open else StorageState.DETACHED
+
+    def empty(self) -> None:
+        """Agreed call: remove all that is stored, on every rank; attached again when all have.
+
+        Raises :class:`Misuse` where something is open, or storage is not attached: nothing changed.
+        """
+        if not self.is_attached or self._has_open:
+            raise Misuse("storage can be cleared only while it is attached and nothing is open")
+        if not self.clearing.begin(self._cleared):
+            raise Misuse("storage cannot be cleared now: no slot is free, try again after a step")
+        self._tiers.manager.note("clear")
+        self.state = StorageState.CLEARING
+
+    def _cleared(self) -> None:
+        if self.state is StorageState.CLEARING:
+            self.state = StorageState.ATTACHED
+
+    def clear(self) -> None:
+        """The epoch is over: nothing of it is open any more."""
+        self.storing.clear()
+        self.prefetch.clear()
+        self.clearing.clear()

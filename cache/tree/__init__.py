@@ -1,0 +1,1 @@
+"""What is cached where: agreed state, without input or output."""

@@ -1,0 +1,155 @@
+"""What ranks tell one another when an epoch ends: reports, and the seal that ends it for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvpact.consensus.core.ballot import Header
+from kvpact.consensus.core.errors import (
+    Divergence,
+    KvpactError,
+    PeerError,
+    PeerLost,
+    ProgressLost,
+    RankStalled,
+)
+from kvpact.consensus.core.journal import Entry
+
+__all__ = ["Closing", "Incident", "LastSeen", "Policy", "Report", "Seal", "SealedError"]
+
+#: What may follow the end of an epoch.
+Closing = str
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """What the caller wants after a divergence; anything else always raises.
+
+    ``raise``: every rank raises the sealed error. ``reset``: all ranks drop to an empty cache in a
+    new epoch and go on. ``detach``: likewise, but what all ranks have on the device is kept, and
+    the other tiers stay off. ``observe``: report once, change nothing.
+
+    At most ``max_resets`` within ``window_s`` (by the clock of the rank that seals), then raise.
+    """
+
+    kind: str = "raise"
+    max_resets: int = 3
+    window_s: float = 600.0
+
+
+class LastSeen(msgspec.Struct, frozen=True):
+    """Where a rank was last seen, out of band. ``life`` says how its process is, where known."""
+
+    step: int
+    phase: str
+    since_s: float
+    dead: bool = False
+    stack: str = ""
+    life: str = ""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one rank knows when it gives up.
+
+    ``cause``: ``mismatch`` (it saw headers differ at ballot ``at_step``), ``waited`` (its deadline
+    passed), ``late`` (it came after others had given up), ``lost`` (the transport broke),
+    ``broken`` (a rank said so), ``stuck`` (something outlived its bound), ``asked`` (others are
+    closing). ``broken_rank`` is the rank that said so, or this one, where an exception cut short
+    what it did; ``pending`` are its oldest open intents, as lines.
+
+    ``held`` are the last verdicts it settled. ``live`` gives the pages of each live request and
+    ``kept`` names what a ``detach`` could keep here (sorted numbers): what a new epoch may carry
+    over.
+    """
+
+    rank: int
+    cause: str
+    at_step: int  # of ``epoch``, like all steps here; 0: a ballot of the epoch before
+    posted: int
+    settled: int
+    headers: dict[int, Header]
+    tail: list[Entry]
+    held: dict[int, list[int]]
+    broken_rank: int = -1
+    detail: str = ""
+    live: dict[str, int] = {}
+    kept: list[int] = []
+    pools: dict[str, dict[str, int]] = {}
+    epoch: int = -1  # after an agreed call on some ranks only not all are in the same
+    pending: list[str] = []
+    phase: str = ""
+    waited_s: float = 0.0
+    num_resets: int = 0
+
+
+class SealedError(msgspec.Struct, frozen=True):
+    """The error of a seal, in a form that crosses processes and is rebuilt on each rank."""
+
+    kind: str
+    message: str
+    ranks: tuple[int, ...]
+    epoch: int
+    step: int
+    story: tuple[str, ...] = ()
+    field: str = ""
+    ours: int = 0
+    theirs: int = 0
+    phase: str = ""
+    waited_s: float = 0.0
+    dead: bool = False
+
+    def build(self) -> KvpactError:
+        """A new exception with this content."""
+        where: dict[str, Any] = {
+            "ranks": self.ranks,
+            "epoch": self.epoch,
+            "step": self.step,
+            "story": self.story,
+        }
+        match self.kind:
+            case "Divergence":
+                return Divergence(
+                    self.message, field=self.field, ours=self.ours, theirs=self.theirs, **where
+                )
+            case "RankStalled":
+                return RankStalled(
+                    self.message,
+                    phase=self.phase,
+                    waited_s=self.waited_s,
+                    dead=self.dead,
+                    **where,
+                )
+            case "PeerLost":
+                return PeerLost(self.message, **where)
+            case "ProgressLost":
+                return ProgressLost(self.message, **where)
+            case _:
+                return PeerError(self.message, **where)
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """The end of an epoch: settle through ``through`` with ``verdicts``, then do ``then``.
+
+    Whoever is not in the epoch of the error has nothing to settle.
+
+    ``then`` is ``raise``, ``reset``, ``detach`` or ``observe``. ``lost`` are live requests that are
+    not the same everywhere: a new epoch does not carry them over. ``kept`` is what a ``detach``
+    keeps: what every rank has.
+    """
+
+    error: SealedError
+    through: int
+    verdicts: dict[int, list[int]]
+    then: Closing = "raise"
+    lost: tuple[str, ...] = ()
+    kept: list[int] = []
+
+
+class Incident(msgspec.Struct, frozen=True):
+    """The end of an epoch as one rank saw it: what a person reads at night."""
+
+    rank: int
+    epoch: int
+    seal: Seal
+    reports: list[Report]

@@ -1,0 +1,166 @@
+"""Reports that ranks differ as soon as a verdict says so, whatever the scheduler's thread does.
+
+With lag a verdict is settled steps later, and a scheduler may meanwhile hang in a forward pass over
+trees that differ. The sentinel is a daemon thread that looks at the works in flight, files what
+this rank posted, reads what the others filed, and logs who differs and where. It settles nothing,
+seals nothing and takes part in no collective: the scheduler's thread does that when it comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvpact.consensus.core.ballot import Status, Verdict, tally
+from kvpact.consensus.core.errors import KvpactError, StoreSilent
+from kvpact.consensus.core.journal import Entry, Journal
+from kvpact.consensus.epoch.judge import judge
+from kvpact.consensus.epoch.report import Report, SealedError
+from kvpact.consensus.step.stage import InFlight, Stage
+from kvpact.consensus.step.step import Stepper
+from kvpact.consensus.transport.bounded import inside
+from kvpact.consensus.transport.store import Store
+
+__all__ = ["Sentinel"]
+
+_log = logging.getLogger("kvpact")
+
+_REACTING = (Stage.CLOSING.value, Stage.OPENING.value, Stage.CLOSED.value)
+_TRIES = 8
+#: How long it waits for what the others file before it says what it knows.
+GATHER_S = 2.0
+
+
+class Sentinel:
+    """Looks at the works in flight of ``stepper``; ``alarm`` is what it has found, once.
+
+    ``start`` runs it on a thread of its own; a simulator calls ``look`` instead. ``store`` should
+    bound its calls. What is found stands under ``epoch/<group's epoch>/alarm/<epoch>/<rank>``.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        store: Store,
+        *,
+        interval_s: float = 0.05,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.alarm: SealedError | None = None
+        self._stepper = stepper
+        self._store = store
+        self._interval_s = interval_s
+        self._clock = clock
+        self._looked_at: tuple[int, int] = (-1, -1)  # epoch and step
+        self._filed: Report | None = None
+        self._filed_epoch = 0
+        self._filed_at = 0.0
+        self._leaving = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start looking."""
+        self._thread = threading.Thread(
+            target=self._run, name=f"kvpact-sentinel {self._stepper.group.rank}", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 1.0) -> bool:
+        """End the thread within ``timeout_s``; ``False``: it still hangs."""
+        self._leaving.set()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._leaving.wait(self._interval_s):
+            try:
+                self.look()
+            except StoreSilent:
+                continue  # it will be tried again; at the end of the interpreter the event is set
+            except Exception:  # noqa: BLE001  nothing may leave this thread
+                _log.debug("the sentinel could not look", exc_info=True)
+
+    def look(self) -> None:
+        """Look once at what is in flight. Never blocks, but for the store. Raises StoreSilent."""
+        if self._filed is not None and self._filed_epoch != self._stepper.manager.epoch:
+            self._filed = self.alarm = None  # that epoch is over, and so is its trouble
+        if self._filed is not None:
+            if self.alarm is None:
+                self._gather(self._filed)
+            return
+        for ballot in self._stepper.in_flight:
+            place = (ballot.epoch, ballot.header.step)
+            if place > self._looked_at:
+                verdict = self._verdict(ballot)
+                if verdict is None:
+                    return
+                if verdict.mismatch and verdict.status is not Status.BROKEN:
+                    self._file(ballot)
+                self._looked_at = place
+                if self._filed is not None:
+                    return
+
+    def _verdict(self, ballot: InFlight) -> Verdict | None:
+        try:
+            with inside():
+                if not ballot.work.done():
+                    return None
+                reduced = ballot.work.result()
+        except StoreSilent:
+            return None  # the interpreter is ending
+        except KvpactError:
+            return None  # it is lost: the scheduler's thread will say so
+        return tally(self._stepper.manager.schema, reduced, 0)
+
+    def _file(self, ballot: InFlight) -> None:
+        manager, step = self._stepper.manager, ballot.header.step
+        report = Report(
+            rank=self._stepper.group.rank,
+            cause="mismatch",
+            at_step=step,
+            posted=step,
+            settled=step - 1,
+            headers={one.header.step: one.header for one in self._stepper.in_flight}
+            | {step: ballot.header},
+            tail=_tail(manager.journal),
+            held={},
+            phase=self._stepper.stage,
+        )
+        self._store.set(self._key(ballot.epoch, report.rank), msgspec.msgpack.encode(report))
+        self._filed, self._filed_epoch, self._filed_at = report, ballot.epoch, self._clock()
+
+    def _gather(self, mine: Report) -> None:
+        ranks: Sequence[int] = self._stepper.group.ranks
+        reports = {mine.rank: mine}
+        for rank in ranks:
+            found = self._store.get(self._key(self._filed_epoch, rank))
+            if found is not None:
+                reports[rank] = msgspec.msgpack.decode(found, type=Report)
+        missing = [rank for rank in ranks if rank not in reports]
+        if missing and self._clock() - self._filed_at < GATHER_S:
+            return
+        self.alarm = judge(reports, dict.fromkeys(missing), epoch=self._filed_epoch).error
+        stage = self._stepper.stage
+        if stage not in _REACTING:
+            _log.error(
+                "rank %d has not reacted yet, it is %s: %s", mine.rank, stage, self.alarm.build()
+            )
+
+    def _key(self, epoch: int, rank: int) -> str:
+        return f"epoch/{self._stepper.succession.group_epoch}/alarm/{epoch}/{rank}"
+
+
+def _tail(journal: Journal) -> list[Entry]:
+    """The journal's last decisions, read while another thread may be writing."""
+    for _ in range(_TRIES):
+        try:
+            return journal.tail()
+        except RuntimeError:  # it grew while it was copied
+            continue
+    return []

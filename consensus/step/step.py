@@ -1,0 +1,470 @@
+"""One step on one rank: post the ballot, wait for its verdict, settle; close the epoch if need be.
+
+``begin`` and ``poll`` never block, so a simulator can hold all ranks in one thread and an engine
+can do something else meanwhile; ``run`` is the loop around them for everyone else.
+
+    begin -> [lag >= 1: await and settle ballot s - lag] -> prepare, post ballot s
+          -> [lag = 0: await and settle ballot s] -> outcomes
+    at any point: deadline passed, transport lost, ranks differ -> closing -> the sealed error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+
+import msgspec
+import numpy as np
+
+from kvpact.consensus.core.ballot import Header, Status, Vector, Verdict
+from kvpact.consensus.core.errors import (
+    KvpactError,
+    Misuse,
+    PeerError,
+    PeerLeft,
+    PeerLost,
+    StoreSilent,
+)
+from kvpact.consensus.core.manager import TransactionManager
+from kvpact.consensus.core.participant import Outcome
+from kvpact.consensus.epoch.closing import Locator
+from kvpact.consensus.epoch.report import Policy, Seal
+from kvpact.consensus.step.change import Carrier, Succession
+from kvpact.consensus.step.progress import Progress, Waits
+from kvpact.consensus.step.stage import Beacon, InFlight, Stage
+from kvpact.consensus.step.wait import PAUSED, Patience, StepLimits
+from kvpact.consensus.transport.gloo import Group
+from kvpact.consensus.transport.store import Store
+
+__all__ = ["PAUSED", "Beacon", "Carrier", "InFlight", "StepLimits", "Stepper"]
+
+_log = logging.getLogger("kvpact")
+
+
+_HEADERS_KEPT = 8
+
+#: Header fields that differ on a rank merely because an exception cut its preparation short.
+_CUT_SHORT = ("", "fingerprint", "live")
+
+
+class Stepper:
+    """Drives one :class:`TransactionManager` over one :class:`Group`.
+
+    ``prepare`` plans and reserves (it may raise: the rank then still posts, as broken, and all
+    ranks raise the same error). ``settled`` gets the outcomes of each settled ballot. ``live``
+    digests the live requests. ``locator`` tells where other ranks are. ``regroup(epoch)`` forms the
+    group of a new epoch; without it the policy is to raise. ``waits`` names what waits in line.
+    """
+
+    def __init__(
+        self,
+        manager: TransactionManager,
+        group: Group,
+        store: Store,
+        *,
+        limits: StepLimits,
+        prepare: Callable[[], None],
+        settled: Callable[[list[Outcome]], None],
+        live: Callable[[], int],
+        locator: Locator,
+        carrier: Carrier,
+        policy: Policy | None = None,
+        regroup: Callable[[int], Group] | None = None,
+        beacon: Beacon | None = None,
+        waits: Waits | None = None,
+    ) -> None:
+        self.manager = manager
+        self.group = group
+        self.limits = limits
+        self.error: KvpactError | None = None
+        self.num_steps = 0
+        self.num_collectives = 0
+        self.waited_s = 0.0
+        self.in_flight: tuple[InFlight, ...] = ()  # replaced, never changed: any thread may look
+        self._prepare = prepare
+        self._on_settled = settled
+        self._live = live
+        self._beacon = beacon
+        self._patience = Patience(group.rank, group.ranks, limits, locator, group.now)
+        self._progress = Progress(manager, bound_s=limits.progress_s, waits=waits)
+        self.succession = Succession(
+            manager,
+            group,
+            store,
+            limits=limits,
+            locator=locator,
+            carrier=carrier,
+            policy=policy or Policy(),
+            regroup=regroup,
+        )
+        self._is_observing = False
+        self._is_leaving = False
+        self._works: deque[InFlight] = deque()
+        self._headers: dict[int, Header] = {}
+        self._held: dict[int, Vector] = {}
+        self._posted_at: dict[int, float] = {}
+        self._stage = Stage.IDLE
+        self._iteration = 0
+        self._round = 0
+        self._outcomes: list[Outcome] = []
+        self._started = group.now()
+        self._paused_s = 0.0
+        self._closing_from = Stage.IDLE
+        self._cause: Exception | None = None
+
+    # -- the caller's side -----------------------------------------------------------------------
+
+    def run(self, iteration: int) -> list[Outcome]:
+        """One whole step; returns its outcomes. Raises the sealed error of a closed epoch."""
+        self.begin(iteration)
+        while (outcomes := self.poll()) is None:
+            self.pause()
+        return outcomes
+
+    def begin(self, iteration: int) -> None:
+        """Enter the step of the scheduler's ``iteration``. Raises :class:`Misuse` inside one."""
+        if self.error is not None:
+            raise self.error
+        # Between steps, attend() may have found that the others end this epoch: then this step
+        # begins when that is done.
+        is_ending = self._stage in (Stage.CLOSING, Stage.OPENING)
+        if (self._closing_from if is_ending else self._stage) is not Stage.IDLE:
+            raise Misuse("step() was entered again before it had returned")
+        if iteration < 0:
+            raise Misuse(f"the scheduler's iteration must not be negative, got {iteration}")
+        self._iteration = iteration
+        self._round = 0
+        self._begin(is_ending=is_ending)
+
+    def begin_round(self) -> None:
+        """Between two steps: an extra round of the same iteration, settled at once (agreed call).
+
+        With lag what is in flight is settled first. Every rank must come to it: the ballot carries
+        the number of the round.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._stage is not Stage.IDLE:
+            raise Misuse("an extra round is for between two steps")
+        self._round += 1
+        self._begin(is_ending=False)
+
+    def _begin(self, *, is_ending: bool) -> None:
+        self._outcomes = []
+        self.num_steps += 1
+        if is_ending:
+            self._closing_from = Stage.BEGUN
+        else:
+            self._start()
+
+    def poll(self) -> list[Outcome] | None:
+        """Go on as far as possible; the outcomes once the step is over, ``None`` before."""
+        try:
+            return self._go_on()
+        except KvpactError as error:
+            # Without the store nobody can be asked any more how this epoch ends, and without a
+            # new group there is no new one.
+            if isinstance(error, StoreSilent) or self._stage is Stage.OPENING:
+                self._end(error)
+            raise
+
+    def _go_on(self) -> list[Outcome] | None:
+        before: Stage | None = None
+        while self._stage is not before:
+            before = self._stage
+            match before:
+                case Stage.BEGUN:
+                    self._start()
+                case Stage.AWAIT_LAGGED if self._settled():
+                    self._start()
+                case Stage.POST:
+                    self._post()
+                case Stage.AWAIT if self._settled():
+                    self._enter(Stage.DONE)
+                case Stage.CLOSING:
+                    self._close()
+                case Stage.OPENING:
+                    self._open()
+                case Stage.DONE:
+                    self._enter(Stage.IDLE)
+                    return self._outcomes
+                case _:
+                    pass  # it waits, or it is over
+        if self.error is not None:
+            raise self.error
+        return None
+
+    def pause(self) -> None:
+        """Wait a little for what :meth:`poll` is waiting for."""
+        if self._stage in (Stage.CLOSING, Stage.OPENING) or not self._works:
+            time.sleep(0.005)
+            return
+        try:
+            self._works[0].work.wait(self.limits.slice_s)
+        except PeerLost:
+            return  # poll meets it again and closes the epoch
+
+    def attend(self) -> None:
+        """Between steps: hear whether the others end this epoch; raise the error once it stands."""
+        step, now, closer = self.manager.settled_step + 1, self.group.now(), self.succession.closer
+        if self._stage is Stage.IDLE and self._patience.are_others_closing(step, now, closer):
+            self._patience.begin(now)
+            self._give_up("asked", step)
+        if self._stage in (Stage.CLOSING, Stage.OPENING):
+            self.poll()
+        if self.error is not None:
+            raise self.error
+
+    @contextlib.contextmanager
+    def paused(self, reason: str) -> Generator[None, None, None]:
+        """Between steps: this rank will be away for longer (graph capture, weight update).
+
+        The others wait for it beyond their deadline, and the agreed clock stands still.
+        """
+        began = self.group.now()
+        if self._beacon is not None:
+            manager = self.manager
+            phase = f"{PAUSED}: {reason}"
+            self._beacon.at(manager.epoch, manager.step, phase, self.num_collectives)
+        try:
+            yield
+        finally:
+            self._paused_s += self.group.now() - began
+            self._enter(self._stage)
+
+    def leave(self) -> None:
+        """Go on stepping until :class:`PeerLeft` is raised: then all ranks have heard of it."""
+        self._is_leaving = True
+
+    def renew(self, usable: dict[str, int]) -> None:
+        """An agreed call between two steps: begin a new epoch with the group as it is.
+
+        What is in flight still arrives, and is not settled.
+        """
+        if self._stage is not Stage.IDLE:
+            raise Misuse("a new epoch cannot begin inside a step")
+        self.succession.restart(usable)
+        self._forget_epoch()
+
+    @property
+    def stage(self) -> str:
+        """What this rank is doing, in words."""
+        return self._stage.value
+
+    @property
+    def num_in_flight(self) -> int:
+        """Ballots posted and not settled."""
+        return len(self._works)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _enter(self, stage: Stage) -> None:
+        self._stage = stage
+        if self._beacon is not None:
+            manager = self.manager
+            self._beacon.at(manager.epoch, manager.step, stage.value, self.num_collectives)
+
+    def _await(self, stage: Stage) -> None:
+        self._patience.begin(self.group.now())
+        self._enter(stage)
+
+    def _start(self) -> None:
+        # An extra round is settled at once, so it waits for all that is in flight before it.
+        allowed = 0 if self._round else max(0, self.manager.lag - 1)
+        if len(self._works) > allowed:
+            self._await(Stage.AWAIT_LAGGED)
+        else:
+            self._enter(Stage.POST)
+
+    def _post(self) -> None:
+        """Post the ballot, whatever happens before: a rank that keeps silent stalls all others."""
+        manager = self.manager
+        vector = self._ballot()
+        posted = manager.step
+        self._posted_at[posted] = self.group.now()
+        self._posted_at.pop(posted - manager.lag - 2, None)
+        self._headers[posted] = manager.newest_header
+        self._headers.pop(posted - manager.lag - _HEADERS_KEPT, None)
+        self.num_collectives += 1
+        work = self.group.min(vector)
+        self._works.append(
+            InFlight(manager.epoch, manager.newest_header, manager.newest_num_slots, work)
+        )
+        self.in_flight = tuple(self._works)
+        if manager.lag and not self._round:
+            self._enter(Stage.DONE)
+        else:
+            self._await(Stage.AWAIT)
+
+    def _ballot(self) -> Vector:
+        now_ms = int((self.group.now() - self._started - self._paused_s) * 1000)
+        if self._cause is None:
+            try:
+                self._prepare()
+                return self.manager.post(
+                    self._iteration,
+                    live=self._live(),
+                    now_ms=now_ms,
+                    status=Status.LEAVING if self._is_leaving else Status.HEALTHY,
+                    round_number=self._round,
+                )
+            except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
+                self._cause = error
+        return self.manager.post(
+            self._iteration, now_ms=now_ms, status=Status.BROKEN, round_number=self._round
+        )
+
+    def _settled(self) -> bool:
+        """Settle the oldest ballot if its verdict is there; start closing where that cannot be."""
+        now = self.group.now()
+        oldest = self._works[0]
+        is_old = oldest.epoch != self.manager.epoch
+        # Of an epoch that was ended by an agreed call all ballots were posted: nobody is late.
+        step = 0 if is_old else self.manager.settled_step + 1
+        try:
+            done = oldest.work.done()
+        except PeerLost as error:
+            self._give_up("lost", step, detail=error.message)
+            return False
+        if not done:
+            if why := self._patience.look_around(step, now, self.succession.closer):
+                self._give_up(why, step)
+            return False
+        self.waited_s += self._patience.waited_s(now)
+        if not is_old:
+            return self._settle(step, now, oldest.work.result())
+        self._pop_work()
+        return True
+
+    def _settle(self, step: int, now: float, reduced: Vector) -> bool:
+        verdict = self.manager.read(reduced)
+        if verdict.status is Status.BROKEN and verdict.mismatch in _CUT_SHORT:
+            self._give_up("broken", step, broken_rank=verdict.status_rank)
+            return False
+        if verdict.mismatch and not (self._is_observing and verdict.mismatch in _CUT_SHORT):
+            self._give_up("mismatch", step)
+            return False
+        if self._is_late(step, now) and not self.succession.closer.claim_settled(step):
+            self._give_up("late", step)
+            return False
+        self._pop_work()
+        try:
+            self._apply(step, reduced, verdict)
+        except Exception as error:  # noqa: BLE001 - the peers must hear of it, and they do not yet
+            self._cause = self._cause or error
+            self._give_up("broken", self.manager.settled_step + 1, broken_rank=self.group.rank)
+            return False
+        if stuck := self._progress.overdue():
+            self._give_up("stuck", step, detail=stuck)
+            return False
+        return True
+
+    def _pop_work(self) -> None:
+        self._works.popleft()
+        self.in_flight = tuple(self._works)
+
+    def _apply(self, step: int, reduced: Vector, verdict: Verdict) -> None:
+        self._held[step] = reduced
+        self._held.pop(step - self.manager.lag - 2, None)
+        if self._is_observing:
+            verdict = msgspec.structs.replace(verdict, mismatch="")
+        if verdict.status is Status.LEAVING:
+            rank = verdict.status_rank
+            self.error = PeerLeft(f"rank {rank} has left in good order", rank=rank, step=step)
+        outcomes = self.manager.settle(verdict)
+        self._on_settled(outcomes)
+        self._outcomes += outcomes
+
+    def _is_late(self, step: int, now: float) -> bool:
+        """Whether others may have given ``step`` up by now.
+
+        They wait at least ``deadline_s`` after they posted it, which they did after this rank had
+        posted the ballot before it. So a rank that is quick needs no word with the store, except in
+        the first step: others may have waited for it since before this rank began to count.
+        """
+        before = self._posted_at.get(step - 1)
+        return before is None or now - before >= 0.9 * self.limits.deadline_s
+
+    def _give_up(self, cause: str, step: int, *, broken_rank: int = -1, detail: str = "") -> None:
+        if self._cause is not None and broken_rank in (-1, self.group.rank):
+            broken_rank = self.group.rank
+            detail = f"{type(self._cause).__name__}: {self._cause}"
+        self._closing_from = self._stage
+        self.succession.file(
+            cause,
+            step,
+            headers=self._headers,
+            held=self._held,
+            waited_s=self._patience.waited_s(self.group.now()),
+            broken_rank=broken_rank,
+            detail=detail,
+            phase=self._stage.value,
+        )
+        self._enter(Stage.CLOSING)
+
+    def _close(self) -> None:
+        """Once the epoch is sealed: settle what was settled anywhere, then do what it says."""
+        seal = self.succession.poll()
+        if seal is None:
+            return
+        error = seal.error.build()
+        if seal.then == "observe":
+            _log.error("observed, not acted upon: %s", error)
+            self._is_observing = True
+            self.succession.look_on()
+            self._await(self._closing_from)
+            return
+        try:
+            self._settle_through(seal)
+            if seal.then != "raise" and self._cause is None:
+                self.succession.drop(seal)
+        except StoreSilent:
+            raise
+        except Exception as cause:  # noqa: BLE001 - the error that all ranks raise comes first
+            self._cause = self._cause or cause
+        if seal.then == "raise" or self._cause is not None:
+            error.__cause__ = self._cause
+            self._end(error)
+            raise error
+        self._enter(Stage.OPENING)
+
+    def _open(self) -> None:
+        group = self.succession.open()
+        if group is None:
+            return
+        self.group = group
+        self._works.clear()
+        self.in_flight = ()
+        self._forget_epoch()
+        # A rank that had not posted in this step does so now: one collective a step, as ever.
+        resume = {Stage.AWAIT_LAGGED: Stage.BEGUN, Stage.AWAIT: Stage.DONE}
+        self._enter(resume.get(self._closing_from, self._closing_from))
+
+    def _forget_epoch(self) -> None:
+        self._headers.clear()
+        self._held.clear()
+        self._posted_at.clear()
+        self._progress.restart()
+        self._started = self.group.now()
+        self._paused_s = 0.0
+
+    def _end(self, error: KvpactError) -> None:
+        self.error = error
+        self._enter(Stage.CLOSED)
+        self.group.close()
+
+    def _settle_through(self, seal: Seal) -> None:
+        """Settle what any rank has settled, so that a step is settled on all ranks or on none."""
+        if seal.error.epoch != self.manager.epoch:
+            return
+        while (step := self.manager.settled_step + 1) <= min(seal.through, self.manager.step):
+            vector = seal.verdicts.get(step)
+            if vector is None:
+                raise PeerError(
+                    f"step {step} was settled elsewhere but its verdict is lost", step=step
+                )
+            reduced = np.array(vector, dtype=np.int64)
+            self._apply(step, reduced, self.manager.read(reduced))

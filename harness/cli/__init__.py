@@ -1,0 +1,1 @@
+"""The command ``kvpact``: its flags, and what it prints."""

@@ -1,0 +1,1 @@
+"""A soak from outside its ranks: started, watched, ended in order, reported."""

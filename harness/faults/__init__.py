@@ -1,0 +1,1 @@
+"""What goes wrong on purpose: armed by a plan, counted by occasions."""

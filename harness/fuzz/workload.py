@@ -1,0 +1,338 @@
+"""Random workloads: what an engine asks of the cache, and what goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Final
+
+from kvpact.harness.scenario.model import (
+    STORAGE_ACTIONS,
+    Abort,
+    Admit,
+    AttachStorage,
+    Compute,
+    Decide,
+    DetachStorage,
+    Do,
+    Drain,
+    Evict,
+    Fault,
+    Finish,
+    Free,
+    Headroom,
+    Heal,
+    Insert,
+    LoadBack,
+    Prefetch,
+    Ranges,
+    Reset,
+    Settle,
+    Step,
+    Take,
+    World,
+)
+
+__all__ = ["REQUESTS_MAX", "Workload"]
+
+REQUESTS_MAX: Final = 8  # of each way into the cache, at the same time
+
+_BRANCH_TOKENS: Final = 1000  # each branch of the prompts has token ids of its own
+_DIVERGENCES_MAX: Final = 2  # fewer than the resets that a policy allows
+_WEIGHTS: Final[dict[str, float]] = {
+    "insert": 9,
+    "load_back": 6,
+    "evict": 4,
+    "finish": 4,
+    "abort": 2,
+    "admit": 5,
+    "take": 7,
+    "compute": 8,
+    "free": 2,
+    "headroom": 1,
+    "prefetch": 4,
+    "settle": 1,
+    "detach": 0.5,
+    "attach": 1,
+    "reset": 0.3,
+    "diverge": 0.5,
+    "step": 10,
+    "decide": 1,
+    "fault": 4,
+    "heal": 1,
+    "drain": 1,
+    "reload": 3,
+    "refetch": 4,
+    "burst": 0.5,
+}
+
+
+class Workload:
+    """Draws entries one after another; remembers the prompts so that later ones share prefixes."""
+
+    def __init__(self, draw: random.Random, world: World) -> None:
+        self.entries: list[Do] = []
+        self._draw = draw
+        self._world = world
+        self._prompts: list[Ranges] = []
+        self._num_branches = self._num_divergences = 0
+        self._faults: dict[str, tuple[str, ...]] = {}
+        self._kinds = dict.fromkeys(_WEIGHTS, True)
+        self._kinds["fault"] = draw.random() < 0.8
+        uses = draw.choice(("both", "both", "inserts", "engine"))
+        for kind in ("admit", "take", "compute", "free", "headroom"):
+            self._kinds[kind] = uses != "inserts"
+        for kind in ("insert", "load_back"):
+            self._kinds[kind] = uses != "engine"
+        self._allow(world)
+        # Each world has its own habits: uniform weights everywhere would make all worlds alike.
+        self._weights = {kind: w * draw.choice((0.2, 1, 1, 3)) for kind, w in _WEIGHTS.items()}
+        self._namespaces = draw.choice((("",), ("",), ("", "tenant")))
+        self._num_requests = draw.choice((2, 4, REQUESTS_MAX))
+        self._makers: dict[str, Callable[[], Do]] = {
+            "insert": self._insert,
+            "load_back": self._load_back,
+            "evict": self._evict,
+            "finish": self._finish,
+            "abort": self._abort,
+            "admit": self._admit,
+            "take": self._take,
+            "compute": lambda: Compute(number=0, request=self._running()),
+            "free": lambda: Free(number=0, request=self._running(), pages=draw.randint(1, 3)),
+            "headroom": lambda: Headroom(number=0, pages=draw.randint(0, 4)),
+            "step": self._step,
+            "decide": lambda: Decide(number=0),
+            "fault": self._fault,
+            "heal": lambda: Heal(number=0),
+            "drain": lambda: Drain(number=0, max_steps=200),
+            "prefetch": self._prefetch,
+            "settle": lambda: Settle(number=0, request=self._request()),
+            "attach": lambda: AttachStorage(number=0),
+            "detach": lambda: DetachStorage(number=0),
+            "reset": lambda: Reset(number=0),
+            "diverge": self._diverge,
+        }
+
+    def _allow(self, world: World) -> None:
+        """What this world cannot have is not drawn."""
+        kinds, draw = self._kinds, self._draw
+        for kind in ("prefetch", "settle", "refetch", "attach", "detach"):
+            kinds[kind] = world.storage != "none"
+        if draw.random() < 0.7:  # most worlds with a storage keep it
+            kinds["attach"] = kinds["detach"] = False
+        kinds["decide"] = world.pp == 1
+        kinds["reset"] = draw.random() < 0.2
+        kinds["diverge"] = world.policy in ("reset", "detach") and kinds["fault"]
+        if world.side_pools:  # the engine's own pages cannot be inserted beside side pools
+            kinds["insert"] = kinds["load_back"] = True
+            kinds["compute"] = False
+        self._faults = {
+            **{f"{pool}.reserve": ("refuse", "short") for pool in world.pools()},
+            "write": ("delay", "hang", "fail", "corrupt"),
+            "load": ("delay", "hang", "fail", "corrupt"),
+            "scheduler": ("late",),
+        }
+        if world.storage != "none":
+            self._faults |= STORAGE_ACTIONS
+
+    def add_random(self) -> None:
+        """One more entry."""
+        kinds = [kind for kind, allowed in self._kinds.items() if allowed]
+        kind = self._draw.choices(kinds, [self._weights[kind] for kind in kinds])[0]
+        groups = {"reload": self._reload, "refetch": self._refetch, "burst": self._burst}
+        if kind in groups:
+            self.entries += groups[kind]()
+            return
+        if kind == "drain":
+            self.entries.append(Heal(number=0))
+        self.entries.append(self._makers[kind]())
+
+    def _request(self) -> str:
+        return f"r{self._draw.randrange(self._num_requests)}"
+
+    def _running(self) -> str:
+        return f"e{self._draw.randrange(self._num_requests)}"
+
+    def _ending(self) -> str:
+        return self._request() if self._draw.random() < 0.5 else self._running()
+
+    def _namespace(self) -> str:
+        return self._draw.choice(self._namespaces)
+
+    def _prompt(self) -> Ranges:
+        """A new prompt: the start of an earlier one, and mostly something of its own behind it."""
+        draw, size = self._draw, self._world.page_size
+        start: Ranges = ()
+        if self._prompts and draw.random() < 0.8:
+            earlier = draw.choice(self._prompts)
+            start = _first(earlier, size * draw.randint(0, _num_pages(earlier, size)))
+            if start and draw.random() < 0.4:
+                return start
+        self._num_branches += 1
+        first = self._num_branches * _BRANCH_TOKENS
+        prompt = (*start, (first, first + size * draw.randint(1, 4)))
+        self._prompts.append(prompt)
+        return prompt
+
+    def _known_prompt(self) -> Ranges:
+        if not self._prompts:
+            return self._prompt()
+        size = self._world.page_size
+        earlier = self._draw.choice(self._prompts)
+        if self._draw.random() < 0.6:
+            return earlier
+        return _first(earlier, size * self._draw.randint(1, _num_pages(earlier, size)))
+
+    def _insert(self) -> Do:
+        hold = self._draw.random() < 0.3
+        return Insert(
+            number=0,
+            request=self._request(),
+            tokens=self._prompt(),
+            hold=hold,
+            namespace=self._namespace(),
+            priority=self._draw.choice((0, 0, 1, 2)) if self._world.eviction == "priority" else 0,
+        )
+
+    def _prefetch(self) -> Do:
+        return Prefetch(
+            number=0,
+            request=self._request(),
+            tokens=self._known_prompt(),
+            namespace=self._namespace(),
+        )
+
+    def _diverge(self) -> Do:
+        self._num_divergences += 1
+        if self._num_divergences == _DIVERGENCES_MAX:
+            self._kinds["diverge"] = False
+        rank = self._draw.randrange(self._world.num_ranks)
+        return Fault(number=0, rank=rank, site="scheduler", action="diverge")
+
+    def _load_back(self) -> Do:
+        return LoadBack(
+            number=0,
+            request=self._request(),
+            tokens=self._known_prompt(),
+            namespace=self._namespace(),
+        )
+
+    def _reload(self) -> list[Do]:
+        """What was backed up is evicted from the device and wanted back, maybe with a fault."""
+        draw = self._draw
+        entries: list[Do] = [
+            Step(number=0, times=draw.randint(1, self._world.lag + 3)),
+            Evict(number=0, tier="device", pages=draw.choice((1, 3, 100))),
+        ]
+        if self._kinds["fault"] and draw.random() < 0.6:
+            entries.append(self._fault(draw.choice(("load", "load", "device.reserve"))))
+        asks = [kind for kind in ("load_back", "admit") if self._kinds[kind]]
+        for _ in range(draw.choice((1, 1, 2))):
+            if draw.choice(asks) == "load_back":
+                entries.append(self._load_back())
+                continue
+            name = self._running()
+            entries += [
+                Finish(number=0, request=name),
+                self._admit(name, self._known_prompt()),
+                Take(number=0, request=name, pages=draw.randint(1, 3)),
+                Step(number=0, times=self._world.lag + draw.randint(1, 2)),
+            ]
+            if self._kinds["compute"]:
+                entries.append(Compute(number=0, request=name))
+        if draw.random() < 0.5:
+            entries.append(Step(number=0))
+        return entries
+
+    def _refetch(self) -> list[Do]:
+        """What was stored is gone from the other tiers and wanted back, maybe with a fault."""
+        draw = self._draw
+        entries: list[Do] = [
+            Step(number=0, times=draw.randint(1, self._world.lag + 4)),
+            Evict(number=0, tier="device", pages=draw.choice((1, 3, 100))),
+            Evict(number=0, tier="host", pages=draw.choice((1, 3, 100))),
+        ]
+        sites = ["storage.get", "storage.get", "storage.exists", "host.reserve", "load"]
+        if self._kinds["fault"] and draw.random() < 0.6:
+            site = draw.choice(sites)
+            entries.append(self._fault(site if site in self._faults else "staging.reserve"))
+        entries += [self._prefetch() for _ in range(draw.choice((1, 1, 2)))]
+        entries.append(Step(number=0, times=draw.randint(1, self._world.lag + 3)))
+        if draw.random() < 0.7:
+            entries.append(draw.choice((self._abort, self._finish, self._load_back))())
+        if self._kinds["admit"] and draw.random() < 0.5:
+            entries.append(self._admit(tokens=self._known_prompt()))
+        return entries
+
+    def _burst(self) -> list[Do]:
+        """More wishes than there are slots."""
+        draw, size = self._draw, self._world.page_size
+        entries: list[Do] = []
+        for _ in range(draw.choice((8, 18, 24))):
+            wishes = ("insert", "take", "load_back", "prefetch")
+            kinds = [kind for kind in wishes if self._kinds[kind]]
+            kind = draw.choice(kinds)
+            if kind == "insert":
+                self._num_branches += 1
+                first = self._num_branches * _BRANCH_TOKENS
+                prompt = ((first, first + size),)
+                self._prompts.append(prompt)
+                entries.append(Insert(number=0, request="burst", tokens=prompt))
+            else:
+                entries.append(self._makers[kind]())
+        return entries
+
+    def _admit(self, name: str = "", tokens: Ranges | None = None) -> Do:
+        return Admit(
+            number=0,
+            request=name or self._running(),
+            tokens=self._prompt() if tokens is None else tokens,
+            load=self._draw.random() < 0.6 or tokens is not None,
+            namespace=self._namespace(),
+        )
+
+    def _take(self) -> Do:
+        return Take(number=0, request=self._running(), pages=self._draw.randint(1, 4))
+
+    def _evict(self) -> Do:
+        tier = self._draw.choice(("device", "device", "host"))
+        return Evict(number=0, tier=tier, pages=self._draw.choice((1, 2, 4, 100)))
+
+    def _finish(self) -> Do:
+        return Finish(number=0, request=self._ending())
+
+    def _abort(self) -> Do:
+        return Abort(number=0, request=self._ending())
+
+    def _step(self) -> Do:
+        return Step(number=0, times=self._draw.choice((1, 1, 1, 2, 3, 8)))
+
+    def _fault(self, site: str = "") -> Do:
+        draw = self._draw
+        site = site or draw.choice(list(self._faults))
+        action = draw.choice(self._faults[site])
+        late = action == "late"
+        return Fault(
+            number=0,
+            rank=draw.randrange(self._world.num_ranks),
+            site=site,
+            action=action,
+            times=1 if late else draw.choice((1, 1, 2, 5, -1)),
+            after=draw.choice((0, 0, 0, 1, 3)),
+            steps=draw.choice((1, 2, 5, 20)) if action == "delay" else None,
+            seconds=draw.choice((0.015, 0.05, 0.3)) if late else None,
+        )
+
+
+def _num_pages(ranges: Ranges, page_size: int) -> int:
+    return sum(stop - start for start, stop in ranges) // page_size
+
+
+def _first(ranges: Ranges, num_tokens: int) -> Ranges:
+    kept: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if num_tokens <= 0:
+            break
+        kept.append((start, min(stop, start + num_tokens)))
+        num_tokens -= stop - start
+    return tuple(kept)

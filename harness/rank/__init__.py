@@ -1,0 +1,1 @@
+"""Ranks put together and started: simulated in one thread, or as real processes."""

@@ -1,0 +1,1 @@
+"""``kvpact replay``: a trace through the caches of all ranks."""

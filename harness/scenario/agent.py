@@ -1,0 +1,431 @@
+"""One rank's way through a scenario file: the same code in the simulator and in a real process.
+
+The agent is a generator that yields whenever it has to wait. What it sees, it records; judging is
+done afterwards, over all ranks, by :mod:`kvpact.harness.scenario.world`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpact.cache.hierarchical_cache import StepResult
+from kvpact.cache.memory.content import page_hashes
+from kvpact.cache.requests.ticket import Ticket, TicketState
+from kvpact.cache.tree.node import Residency, Tier
+from kvpact.consensus.core.errors import InternalError, KvpactError
+from kvpact.consensus.epoch.report import Incident
+from kvpact.harness.faults.board import FaultBoard
+from kvpact.harness.rank.rank import Rank
+from kvpact.harness.rank.sim import Pause, Program
+from kvpact.harness.scenario.engine import Engine
+from kvpact.harness.scenario.model import (
+    Abort,
+    Admit,
+    AttachStorage,
+    Compute,
+    Decide,
+    DetachStorage,
+    Do,
+    Drain,
+    Evict,
+    Expect,
+    Fault,
+    Finish,
+    Free,
+    Headroom,
+    Heal,
+    Insert,
+    LoadBack,
+    Prefetch,
+    Reset,
+    Scenario,
+    Settle,
+    Step,
+    Take,
+    expand,
+    parse_ranges,
+)
+from kvpact.harness.scenario.router import Listener
+from kvpact.harness.verify.agreement import Snapshot, snapshot
+from kvpact.harness.verify.promises import broken_promises, leftovers
+
+__all__ = ["Agent", "Observation", "Raised", "RankRecord"]
+
+
+#: What only an engine that owns its pages asks for, and with it all that is not a scheduler's call.
+Driven = Admit | Take | Compute | Free | Headroom
+Managed = Driven | Fault | Heal | Reset | Settle | AttachStorage | DetachStorage
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """What one rank sees at an ``expect``: every key of it that the file asks for."""
+
+    number: int
+    seen: dict[str, dict[str, int]]
+    story: list[str]
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """An error that an entry raised on one rank; ``kinds`` are the names of its classes.
+    ``after_s``: since the rank had entered its last step."""
+
+    number: int
+    kinds: list[str]
+    ranks: tuple[int, ...]
+    text: str
+    after_s: float = 0.0
+
+
+class RankRecord(msgspec.Struct):
+    """All that one rank saw. ``left_at``: the entry at which it stalled or died (0: never).
+    ``suspended_from``: by epoch, the step from which on it may differ."""
+
+    rank: int
+    incidents: list[Incident] = []
+    snapshots: list[Snapshot] = []
+    observations: list[Observation] = []
+    raised: list[Raised] = []
+    broken: list[str] = []
+    suspended_from: dict[int, int] = {}
+    left_at: int = 0
+
+
+class Exit(Exception):
+    """The rank dies here."""
+
+
+class Stall(Exception):
+    """The rank never steps again."""
+
+
+class Agent:
+    """Runs ``scenario`` on one rank.
+
+    ``settle_copies`` is called before each step: with real threads it waits for the copies that no
+    fault delays. ``exit_now`` ends the process where a fault says so.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        rank: Rank,
+        board: FaultBoard,
+        *,
+        settle_copies: Callable[[], None],
+        exit_now: Callable[[], None],
+    ) -> None:
+        self.scenario = scenario
+        self.rank = rank
+        self.cache = rank.cache
+        self.board = board
+        self.record = RankRecord(rank.cache.rank)
+        self._settle_copies = settle_copies
+        self._exit_now = exit_now
+        self._iteration = 0
+        self._entered_s = 0.0
+        self._tickets: dict[str, Ticket] = {}
+        self._fetches: dict[str, Ticket] = {}
+        self._holding: set[str] = set()
+        self._engine = Engine(rank)
+        self._listener = Listener(rank, _prompts(scenario))
+
+    def program(self) -> Program:
+        """All entries in order. Ends early where the rank stalls or dies."""
+        for entry in self.scenario.do:
+            if entry.ranks is not None:
+                self._suspend()
+                if self.record.rank not in entry.ranks:
+                    continue
+            try:
+                yield from self._do(entry)
+            except Stall:
+                self.record.left_at = entry.number
+                return
+            except Exit:
+                self.record.left_at = entry.number
+                self._exit_now()
+                return
+            except KvpactError as error:
+                self._note_error(entry, error)
+                if isinstance(error, InternalError):
+                    return
+        self.record.broken += self._listener.wrong_in_storage()
+
+    # -- entries ---------------------------------------------------------------------------------
+
+    def _do(self, entry: Do) -> Program:
+        match entry:
+            case Step() | Decide() | Drain():
+                yield from self._go_on(entry)
+            case Insert():
+                self._insert(entry)
+            case LoadBack():
+                self._load_back(entry)
+            case Prefetch():
+                self._prefetch(entry)
+            case Evict():
+                self.cache.evict(Tier(entry.tier), entry.pages)
+            case Finish():
+                self._end(entry.request)
+                if self.cache.requests.get(entry.request) is not None:
+                    self.cache.finish_request(entry.request)
+            case Abort():
+                self._end(entry.request)
+                self.cache.abort(entry.request)
+            case Expect():
+                self._expect(entry)
+            case _:
+                self._manage(entry)
+
+    def _go_on(self, entry: Step | Decide | Drain) -> Program:
+        """What communicates."""
+        match entry:
+            case Step():
+                for _ in range(entry.times):
+                    yield from self._step()
+            case Decide():
+                yield from self._round(self.cache.begin_decide)
+            case Drain():
+                yield from self._drain(entry)
+
+    def _manage(self, entry: Managed) -> None:
+        """Faults, admin calls, and the calls of an engine that owns its pages."""
+        match entry:
+            case Fault():
+                if entry.rank == self.record.rank:
+                    self.board.arm(entry)
+            case Heal():
+                self.board.heal()
+                self.rank.heal()
+            case Reset():
+                self.cache.reset()
+                self._let_go()
+            case Settle():
+                self.cache.settle_for_prefetch(entry.request)
+            case AttachStorage():
+                self.cache.attach_storage()
+            case DetachStorage():
+                self.cache.detach_storage()
+            case _:
+                self._drive(entry)
+
+    def _drive(self, entry: Driven) -> None:
+        match entry:
+            case Admit():
+                self._engine.admit(entry.request, expand(entry.tokens), entry.namespace, entry.load)
+            case Take():
+                self._engine.take(entry.request, entry.pages)
+            case Compute():
+                self._engine.compute(entry.request)
+            case Free():
+                self._engine.free(entry.request, entry.pages)
+            case Headroom():
+                self.cache.expect_pages(entry.pages)
+
+    def _prefetch(self, entry: Prefetch) -> None:
+        tokens = expand(entry.tokens)
+        ticket = self.cache.prefetch(entry.request, tokens, namespace=entry.namespace)
+        self._fetches[entry.request] = ticket
+        self._let_go()
+
+    def _end(self, name: str) -> None:
+        self._holding.discard(name)
+        self._engine.forget(name)
+
+    def _insert(self, entry: Insert) -> None:
+        self.cache.propose_insert(
+            entry.request,
+            expand(entry.tokens),
+            namespace=entry.namespace,
+            fill=self.rank.compute,
+            hold=entry.hold,
+            priority=entry.priority,
+        )
+        if entry.hold:
+            self._holding.add(entry.request)
+
+    def _load_back(self, entry: LoadBack) -> None:
+        match = self.cache.match_prefix(
+            expand(entry.tokens), namespace=entry.namespace, request=entry.request
+        )
+        self._tickets[entry.request] = self.cache.request_load_back(entry.request, match)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """A load-back holds its prefix until it is decided, not longer: nobody computes here."""
+        for name, ticket in [*self._tickets.items(), *self._fetches.items()]:
+            if ticket.state is TicketState.PENDING or name in self._holding:
+                continue
+            if self.cache.requests.get(name) is ticket.request:
+                self.cache.finish_request(name)
+
+    def _drain(self, entry: Drain) -> Program:
+        for _ in range(entry.max_steps):
+            if not self.cache.has_pending():
+                break
+            yield from self._step()
+        if not self.cache.has_pending():
+            self.record.broken += leftovers(self.cache)
+        if self.cache.has_pending():
+            waiting = [repr(intent) for intent in self.cache.manager.open_intents]
+            self.record.broken.append(
+                f"entry {entry.number} (drain): not idle after {entry.max_steps} steps:"
+                f" {', '.join(waiting) or 'queues are not empty'}"
+            )
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def _step(self) -> Program:
+        fault = self.board.strike("scheduler")
+        action = fault.action if fault is not None else ""
+        if action in ("skip_step", "extra_step", "diverge"):
+            self._suspend()
+        match action:
+            case "stall":
+                raise Stall
+            case "exit":
+                raise Exit
+            case "late":
+                assert fault is not None
+                assert fault.seconds is not None
+                yield Pause(fault.seconds)
+            case "diverge":
+                self._lose_a_node()
+            case "skip_step":
+                self._iteration += 1
+                yield Pause(self.scenario.world.step_ms / 1000)
+                return
+            case _:
+                pass
+        self._iteration += 1
+        yield from self._iterate()
+        if action == "extra_step":
+            yield from self._iterate()
+
+    def _iterate(self) -> Program:
+        yield from self._round(partial(self.cache.begin_step, self._iteration))
+
+    def _round(self, begin: Callable[[], None]) -> Program:
+        yield Pause(self.scenario.world.step_ms / 1000)
+        self._settle_copies()
+        self._entered_s = self.cache.stepper.group.now()
+        begin()
+        while (result := self.cache.poll_step()) is None:
+            yield Pause()
+        self._after(result)
+
+    def _note_incident(self) -> None:
+        incident = self.cache.stepper.succession.incident
+        known = self.record.incidents
+        if incident is not None and (not known or known[-1] is not incident):
+            known.append(incident)
+
+    def _after(self, result: StepResult) -> None:
+        self._note_incident()
+        for name in result.lost:
+            self._end(name)
+            self.cache.abort(name)
+        self._engine.recompute(result.must_recompute)
+        self._let_go()
+        self.cache.check_integrity()
+        nodes = list(self.cache.tree.nodes())
+        self.record.broken += self.rank.wrong_bytes(nodes) + broken_promises(self.cache, nodes)
+        self.record.broken += self._listener.hear(self.cache.events())
+        self.record.broken += self._listener.differences(nodes)
+        self.record.snapshots.append(snapshot(self.cache, nodes, events=self._listener.digest))
+
+    def _lose_a_node(self) -> None:
+        """The tree of this rank alone drops its least recently used unpinned leaf."""
+        tree, tiers = self.cache.tree, self.cache.tiers
+        leaves = [
+            node
+            for node in tree.nodes()
+            if not node.children
+            and not node.device.pins
+            and not node.host.pins
+            and not node.carriages
+        ]
+        if not leaves:
+            return
+        node = min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id))
+        for tier in Tier:
+            if node.at(tier).state is not Residency.ABSENT:
+                tiers.drop(node, tier)
+        tiers.prune()
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def _suspend(self) -> None:
+        """From here on this rank may differ, until it is reported."""
+        manager = self.cache.manager
+        self.record.suspended_from.setdefault(manager.epoch, manager.step + 1)
+
+    def _note_error(self, entry: Do, error: KvpactError) -> None:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        self._note_incident()
+        after_s = self.cache.stepper.group.now() - self._entered_s
+        self.record.raised.append(Raised(entry.number, kinds, error.ranks, str(error), after_s))
+
+    def _expect(self, entry: Expect) -> None:
+        size = self.scenario.world.page_size
+        seen: dict[str, dict[str, int]] = {}
+        for tier in ("device", "host", "usable"):
+            asked: dict[str, int] | None = getattr(entry, tier)
+            if asked is not None:
+                seen[tier] = {
+                    text: size * self.cache.peek(expand(parse_ranges(text)))[tier] for text in asked
+                }
+        if entry.storage is not None:
+            seen["storage"] = {text: size * self._stored_pages(text) for text in entry.storage}
+        if entry.free is not None:
+            pools = {pool.name: pool for pool in self.cache.tiers.pools.values()}
+            for side in self.rank.side:
+                pools |= {pool.name: pool for pool in side.pools.values()}
+            seen["free"] = {name: pools[name].num_free for name in entry.free}
+        if entry.pinned is not None:
+            pinned = self.cache.tree.num_pinned
+            seen["pinned"] = {name: pinned[Tier(name)] for name in entry.pinned}
+        if entry.loaded is not None:
+            tickets = {**self._fetches, **self._tickets}
+            seen["loaded"] = {name: size * _brought(tickets[name]) for name in entry.loaded}
+        if entry.prefetched is not None:
+            tickets = self._fetches
+            seen["prefetched"] = {n: size * _brought(tickets[n]) for n in entry.prefetched}
+        if entry.counters is not None:
+            known = self.cache.metrics()
+            seen["counters"] = {name: known[name] for name in entry.counters}
+        if entry.right_bytes is not None:
+            seen["right_bytes"] = {text: self._is_right(text) for text in entry.right_bytes}
+        story = [str(line) for line in self.cache.journal.tail(12)]
+        self.record.observations.append(Observation(entry.number, seen, story))
+
+    def _stored_pages(self, text: str) -> int:
+        """Leading pages of a prefix whose storage write ended well on every rank."""
+        hashes = page_hashes(expand(parse_ranges(text)), self.scenario.world.page_size)
+        return sum(1 for _ in takewhile(self._listener.stored.__contains__, hashes))
+
+    def _is_right(self, text: str) -> int:
+        """1: all of the prefix that is on DEVICE has the right bytes."""
+        nodes, _ = self.cache.tree.walk(expand(parse_ranges(text)))
+        return int(not self.rank.wrong_bytes([n for n in nodes if n.device.is_published]))
+
+
+def _prompts(scenario: Scenario) -> list[tuple[NDArray[np.int32], str]]:
+    """Every prompt that the file names, with its namespace."""
+    prompts = [
+        (entry.tokens, entry.namespace)
+        for entry in scenario.do
+        if isinstance(entry, Insert | LoadBack | Prefetch | Admit)
+    ]
+    return [(expand(tokens), namespace) for tokens, namespace in dict.fromkeys(prompts)]
+
+
+def _brought(ticket: Ticket) -> int:
+    """Pages that came of a ticket."""
+    return ticket.num_pages if ticket.state is TicketState.READY else 0

@@ -1,0 +1,317 @@
+"""Runs scenario files, in the simulator or with real processes, and judges what the ranks saw."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvpact.cache.config import CacheConfig
+from kvpact.cache.copies.cpu import DeferredMover
+from kvpact.cache.hierarchical_cache import schema_of
+from kvpact.cache.memory.shape import KVShape
+from kvpact.cache.storage import BackendBase, DeferredWorkers, Workers, open_backend
+from kvpact.cache.tree.node import Tier
+from kvpact.cache.tree.side import SideSpec
+from kvpact.consensus.core.journal import Journal
+from kvpact.consensus.epoch.report import Incident
+from kvpact.consensus.transport.store import MemoryStore
+from kvpact.harness.faults.board import FaultBoard, FaultyPool
+from kvpact.harness.rank.rank import Rank, identity_of
+from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
+from kvpact.harness.scenario.agent import Agent, Observation, Raised, RankRecord
+from kvpact.harness.scenario.model import Do, Expect, Scenario, World
+from kvpact.harness.verify.agreement import Snapshot, compare
+
+__all__ = ["Result", "judge", "run_sim", "unsupported", "world_config"]
+
+#: Large enough that two different pages never look alike, small enough for tiny worlds.
+KV_SHAPE = KVShape(2, 1, 8)
+
+
+class Result(msgspec.Struct):
+    """One file: what failed, as lines (none: everything holds).
+
+    ``incidents`` are the ends of epochs, each as told by the rank that knew most of it: the
+    records do not repeat them.
+    """
+
+    path: str
+    name: str
+    ranks: str
+    seed: int
+    failures: list[str]
+    records: list[RankRecord]
+    incidents: list[Incident] = []
+
+
+def unsupported(scenario: Scenario) -> str:
+    """Why this version cannot run ``scenario`` yet; empty: it can."""
+    world = scenario.world
+    needs = {
+        "side pools in buffer-only mode": bool(world.side_pools) and world.mode == "buffer_only"
+    }
+    return ", ".join(need for need, needed in needs.items() if needed)
+
+
+def world_config(world: World, rank: int) -> CacheConfig:
+    """The cache's configuration of one rank of a scenario's world."""
+    return CacheConfig(
+        page_size=world.page_size,
+        device_pages=world.device_pages[rank],
+        host_pages=world.host_pages[rank],
+        kv_shape=KV_SHAPE,
+        lag=world.lag,
+        num_slots=world.num_slots,
+        headroom_pages=world.headroom_pages,
+        load_back_minimum_pages=world.load_back_minimum_pages,
+        evicts_whole_nodes=world.evicts_whole_nodes,
+        verifies_copies=True,
+        copy_timeout_s=world.copy_timeout_s,
+        deadline_s=world.deadline_s,
+        warn_s=world.deadline_s / 2,
+        grace_s=min(0.5, world.deadline_s / 2),
+        policy=world.policy,
+        mode=world.mode,
+        eviction=world.eviction,
+        low_water_pages=world.low_water_pages,
+        prefetch_policy=world.prefetch_policy,
+        prefetch_timeout_s=world.prefetch_timeout_s,
+        prefetch_minimum_pages=world.prefetch_minimum_pages,
+        storage_queue_pages=world.storage_queue_pages,
+        write_queue_nodes_max=world.write_queue_nodes_max,
+        side_pools=tuple(
+            SideSpec(side.name, side.need, -(-(side.window or 0) // world.page_size))
+            for side in world.side_pools
+        ),
+        side_pages={
+            side.name: (side.device_pages[rank], side.host_pages[rank]) for side in world.side_pools
+        },
+        events_max=1 << 20,
+    )
+
+
+def make_pools(world: World, rank: int, board: FaultBoard) -> dict[Tier, FaultyPool]:
+    """The pools of one rank, with the seam for refusals."""
+    return {
+        Tier.DEVICE: FaultyPool("device", world.device_pages[rank], board),
+        Tier.HOST: FaultyPool(
+            "staging" if world.mode == "buffer_only" else "host", world.host_pages[rank], board
+        ),
+    }
+
+
+def make_side_pools(
+    world: World, rank: int, board: FaultBoard
+) -> dict[str, dict[Tier, FaultyPool]]:
+    """The side pools of one rank, with the seam for refusals."""
+    return {
+        side.name: {
+            Tier.DEVICE: FaultyPool(f"{side.name}.device", side.device_pages[rank], board),
+            Tier.HOST: FaultyPool(f"{side.name}.host", side.host_pages[rank], board),
+        }
+        for side in world.side_pools
+    }
+
+
+def open_storage(world: World, config: CacheConfig, rank: int, directory: str) -> BackendBase:
+    """The storage backend of one rank of a scenario's world."""
+    identity = identity_of(config, rank, world.num_ranks)
+    if world.storage == "file":
+        return open_backend("file", identity, path=directory)
+    return open_backend("memory", identity)
+
+
+def agreed_pages(world: World) -> dict[str, int]:
+    """Pages per pool that all ranks have."""
+    agreed = {"device": min(world.device_pages), "host": min(world.host_pages)}
+    for side in world.side_pools:
+        agreed[f"{side.name}.device"] = min(side.device_pages)
+        agreed[f"{side.name}.host"] = min(side.host_pages)
+    return agreed
+
+
+def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) -> Result:
+    """Run it in the simulator. Deterministic: the same file and seed give the same events.
+
+    ``journals``: the folder where each rank's journal is written.
+    """
+    world = scenario.world
+    clock = SimClock()
+    net = SimNet(world.num_ranks, schema_of(world_config(world, 0)).width, clock)
+    store = MemoryStore()
+    books = [
+        Journal(rank, path=journals / f"rank{rank}.jsonl" if journals is not None else None)
+        for rank in range(world.num_ranks)
+    ]
+    with tempfile.TemporaryDirectory(prefix="kvpact-") as directory:
+        agents = [
+            _sim_agent(scenario, rank, net, store, book, directory)
+            for rank, book in enumerate(books)
+        ]
+        try:
+            run_programs([agent.program() for agent in agents], net, seed)
+        finally:
+            for agent in agents:
+                agent.rank.close()
+    records = [agent.record for agent in agents]
+    return conclude(scenario, "sim", seed, records)
+
+
+def conclude(
+    scenario: Scenario,
+    ranks: str,
+    seed: int,
+    records: list[RankRecord],
+    failures: Sequence[str] = (),
+) -> Result:
+    """Judge what the ranks saw; ``failures`` are what the runner itself has to say."""
+    fullest: dict[tuple[int, str], Incident] = {}
+    for record in records:
+        for incident in record.incidents:
+            key = (incident.epoch, incident.seal.error.message)
+            if key not in fullest or len(incident.reports) > len(fullest[key].reports):
+                fullest[key] = incident
+        record.incidents = []
+    found = [*failures, *judge(scenario, records)]
+    return Result(scenario.path, scenario.name, ranks, seed, found, records, list(fullest.values()))
+
+
+def _sim_agent(
+    scenario: Scenario,
+    rank: int,
+    net: SimNet,
+    store: MemoryStore,
+    journal: Journal,
+    directory: str,
+) -> Agent:
+    board = FaultBoard()
+    config = world_config(scenario.world, rank)
+    workers: Workers | None = None
+    backend: BackendBase | None = None
+    if scenario.world.storage != "none":
+        backend = open_storage(scenario.world, config, rank, directory)
+        workers = DeferredWorkers(backend, plan_page=board.plan_page)
+    real = Rank(
+        config,
+        group=SimGroup(net, rank),
+        store=store,
+        pools=make_pools(scenario.world, rank, board),
+        usable=agreed_pages(scenario.world),
+        make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
+        locator=net,
+        journal=journal,
+        beacon=SimBeacon(net, rank),
+        regroup=lambda epoch: SimGroup(net, rank, epoch),
+        plan_part=board.plan_part,
+        workers=workers,
+        backend=backend,
+        side_pools=make_side_pools(scenario.world, rank, board),
+    )
+    return Agent(
+        scenario,
+        real,
+        board,
+        settle_copies=lambda: None,
+        exit_now=lambda: net.kill(rank),
+    )
+
+
+# -- judging -------------------------------------------------------------------------------------
+
+
+def judge(scenario: Scenario, records: Sequence[RankRecord]) -> list[str]:
+    """Everything that is not as it must be, as readable lines."""
+    failures = [line for record in records for line in record.broken]
+    failures += compare(_comparable(records))
+    for entry in scenario.do:
+        failures += _judge_raised(entry, records)
+        if isinstance(entry, Expect):
+            failures += _judge_expect(entry, records)
+    return failures
+
+
+def _comparable(records: Sequence[RankRecord]) -> list[Snapshot]:
+    """Snapshots of steps in which all ranks must agree: not from a rank's own doing on, until that
+    is reported, which ends the epoch."""
+    until: dict[int, int] = {}
+    for record in records:
+        for epoch, step in record.suspended_from.items():
+            until[epoch] = min(step, until.get(epoch, step))
+    return [
+        snap
+        for record in records
+        for snap in record.snapshots
+        if snap.step < until.get(snap.epoch, 1 << 62)
+    ]
+
+
+def _judge_raised(entry: Do, records: Sequence[RankRecord]) -> list[str]:
+    failures: list[str] = []
+    where = f"entry {entry.number} ({type(entry).__name__.lower()})"
+    for record in records:
+        runs = entry.ranks is None or record.rank in entry.ranks
+        if not runs or (record.left_at and record.left_at <= entry.number):
+            continue
+        raised = next((one for one in record.raised if one.number == entry.number), None)
+        wanted = entry.raises
+        if wanted is None and raised is not None:
+            failures.append(f"{where}, rank {record.rank}: raised without notice: {raised.text}")
+        elif wanted is not None and not _is_as_wanted(wanted.kind, wanted.rank, raised):
+            found = f"found {raised.kinds[0]}: {raised.text}" if raised else "nothing was raised"
+            about = "" if wanted.rank is None else f" naming rank {wanted.rank}"
+            failures.append(f"{where}, rank {record.rank}: expected {wanted.kind}{about}, {found}")
+    return failures
+
+
+def _is_as_wanted(kind: str, rank: int | None, raised: Raised | None) -> bool:
+    return raised is not None and kind in raised.kinds and (rank is None or rank in raised.ranks)
+
+
+def _judge_expect(entry: Expect, records: Sequence[RankRecord]) -> list[str]:
+    failures: list[str] = []
+    seen = {
+        record.rank: observation
+        for record in records
+        for observation in record.observations
+        if observation.number == entry.number
+    }
+    for rank, observation in seen.items():
+        for key, name, wanted in _wanted(entry, rank):
+            found = observation.seen[key][name]
+            if (key, name) == ("counters", "writes_submitted"):
+                found = max(other.seen[key][name] for other in seen.values())
+            if found != wanted:
+                failures.append(_explain(entry, rank, f"{key} {name}", wanted, found, observation))
+    return failures
+
+
+def _wanted(entry: Expect, rank: int) -> list[tuple[str, str, int]]:
+    wanted: list[tuple[str, str, int]] = []
+    for key in (
+        "device",
+        "host",
+        "storage",
+        "usable",
+        "pinned",
+        "loaded",
+        "prefetched",
+        "counters",
+    ):
+        table: dict[str, int] | None = getattr(entry, key)
+        wanted += [(key, name, value) for name, value in (table or {}).items()]
+    wanted += [("free", name, pages[rank]) for name, pages in (entry.free or {}).items()]
+    wanted += [("right_bytes", text, 1) for text in entry.right_bytes or ()]
+    return wanted
+
+
+def _explain(
+    entry: Expect, rank: int, what: str, wanted: int, found: int, observation: Observation
+) -> str:
+    story = "".join(f"\n      {line}" for line in observation.story)
+    return (
+        f"entry {entry.number} (expect), rank {rank}: {what}: expected {wanted}, found {found};"
+        f" the journal before it:{story}"
+    )

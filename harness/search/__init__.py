@@ -1,0 +1,1 @@
+"""``kvpact search``: small worlds, exhaustively."""

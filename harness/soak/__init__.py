@@ -1,0 +1,1 @@
+"""One rank of a soak: its loop, its engine, its faults, what it tells."""

@@ -1,0 +1,1 @@
+"""Files and words: whole files in and out, errors in the words of the file."""

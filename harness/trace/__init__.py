@@ -1,0 +1,1 @@
+"""Traces of requests: read from files, or made from a seed."""

@@ -1,0 +1,1 @@
+"""The promises, checked from outside: after each step, and from the journals."""

@@ -1,0 +1,110 @@
+"""kvpact keeps the hierarchical KV caches of all ranks of one model replica identical, by protocol.
+
+A scheduler without a hierarchical cache starts at :func:`join_cache`. An engine with a cache of its
+own takes :mod:`kvpact.consensus` alone. :mod:`kvpact.harness` proves both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpact.consensus.lazy import public
+
+if TYPE_CHECKING:
+    from kvpact.cache.config import CacheConfig
+    from kvpact.cache.copies.side_pools import SidePool
+    from kvpact.cache.hierarchical_cache import HierarchicalCache, InsertResult, Match, StepResult
+    from kvpact.cache.join import join_cache
+    from kvpact.cache.memory.shape import KVShape
+    from kvpact.cache.memory.tensors import KVTensors
+    from kvpact.cache.requests.table import RequestReport
+    from kvpact.cache.requests.ticket import Ticket, TicketState
+    from kvpact.cache.storage import open_backend
+    from kvpact.cache.tree.events import CacheEvent
+    from kvpact.cache.tree.node import Tier
+    from kvpact.cache.tree.side import SideSpec
+    from kvpact.consensus.core.errors import (
+        BadInput,
+        Divergence,
+        InternalError,
+        KvpactError,
+        Misuse,
+        PeerError,
+        PeerLeft,
+        PeerLost,
+        ProgressLost,
+        RankStalled,
+        ResourceError,
+        StoreSilent,
+    )
+    from kvpact.consensus.epoch.report import Policy
+    from kvpact.consensus.transport.gloo import serve_tcp_store
+
+__all__ = [
+    "BadInput",
+    "CacheConfig",
+    "CacheEvent",
+    "Divergence",
+    "HierarchicalCache",
+    "InsertResult",
+    "InternalError",
+    "KVShape",
+    "KVTensors",
+    "KvpactError",
+    "Match",
+    "Misuse",
+    "PeerError",
+    "PeerLeft",
+    "PeerLost",
+    "Policy",
+    "ProgressLost",
+    "RankStalled",
+    "RequestReport",
+    "ResourceError",
+    "SidePool",
+    "SideSpec",
+    "StepResult",
+    "StoreSilent",
+    "Ticket",
+    "TicketState",
+    "Tier",
+    "__version__",
+    "join_cache",
+    "open_backend",
+    "serve_tcp_store",
+]
+
+__version__ = "0.2.0"
+
+_HOMES = {
+    "kvpact.cache.config": ("CacheConfig",),
+    "kvpact.cache.copies.side_pools": ("SidePool",),
+    "kvpact.cache.hierarchical_cache": ("HierarchicalCache", "InsertResult", "Match", "StepResult"),
+    "kvpact.cache.join": ("join_cache",),
+    "kvpact.cache.memory.shape": ("KVShape",),
+    "kvpact.cache.memory.tensors": ("KVTensors",),
+    "kvpact.cache.requests.table": ("RequestReport",),
+    "kvpact.cache.requests.ticket": ("Ticket", "TicketState"),
+    "kvpact.cache.storage": ("open_backend",),
+    "kvpact.cache.tree.events": ("CacheEvent",),
+    "kvpact.cache.tree.node": ("Tier",),
+    "kvpact.cache.tree.side": ("SideSpec",),
+    "kvpact.consensus.core.errors": (
+        "BadInput",
+        "Divergence",
+        "InternalError",
+        "KvpactError",
+        "Misuse",
+        "PeerError",
+        "PeerLeft",
+        "PeerLost",
+        "ProgressLost",
+        "RankStalled",
+        "ResourceError",
+        "StoreSilent",
+    ),
+    "kvpact.consensus.epoch.report": ("Policy",),
+    "kvpact.consensus.transport.gloo": ("serve_tcp_store",),
+}
+
+__getattr__, __dir__ = public(__name__, _HOMES)
