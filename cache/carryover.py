@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from kvpact.cache.core import Parts
+from kvpact.cache.core import CacheCore
 from kvpact.cache.memory.content import page_hashes
 from kvpact.cache.tree.node import Node, Residency, Tier, Tokens
 from kvpact.consensus.epoch.report import Seal
@@ -33,8 +33,8 @@ class _Page:
 class Carryover:
     """The cache's :class:`kvpact.consensus.step.step.Carrier`."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
         self.lost: tuple[str, ...] = ()
 
     # -- what the others must know ---------------------------------------------------------------
@@ -43,7 +43,7 @@ class Carryover:
         """Pages of each live request."""
         return {
             request.name: request.held_pages + len(request.private)
-            for request in self._parts.requests
+            for request in self._core.requests
         }
 
     def kept(self) -> list[int]:
@@ -54,8 +54,8 @@ class Carryover:
         """By chained hash, the pages of nodes whose whole path has arrived on DEVICE."""
         found: dict[int, _Page] = {}
         last: dict[int, int] = {}  # node id -> hash of its last page
-        size = self._parts.config.page_size
-        for node in self._parts.tree.nodes():
+        size = self._core.config.page_size
+        for node in self._core.tree.nodes():
             above = node.parent
             if above is None:
                 continue
@@ -77,58 +77,58 @@ class Carryover:
 
     def usable(self) -> dict[str, int]:
         """Pages per pool that this rank can use: capacity less limbo and orphans."""
-        pools = self._parts.manager.schema.pools
-        return {pool: self._parts.usable(pool) for pool in pools}
+        pools = self._core.manager.schema.pools
+        return {pool: self._core.usable(pool) for pool in pools}
 
     def pools(self) -> dict[str, dict[str, int]]:
         """What is in each pool."""
-        parts = self._parts
+        core = self._core
         return {
             tier.value: {
                 "pages": pool.num_pages,
                 "free": pool.num_free,
                 "limbo": pool.num_limbo,
-                "pinned": parts.tree.num_pinned[tier],
-                "evictable": parts.tree.num_evictable[tier],
-                "charged": parts.manager.ledger.charged(tier.value),
+                "pinned": core.tree.num_pinned[tier],
+                "evictable": core.tree.num_evictable[tier],
+                "charged": core.manager.ledger.charged(tier.value),
             }
-            for tier, pool in parts.tiers.pools.items()
+            for tier, pool in core.tiers.pools.items()
         }
 
     # -- the end of an epoch ---------------------------------------------------------------------
 
     def drop(self, seal: Seal | None) -> None:
         """Drop what ``seal.then`` says (``None``: an ordered reset, which loses nobody)."""
-        parts = self._parts
+        core = self._core
         self.lost = seal.lost if seal is not None else ()
         for name in self.lost:
-            request = parts.requests.get(name)
+            request = core.requests.get(name)
             if request is not None:
-                parts.orphans.take([request])
-                parts.orphans.lose(request)
-                parts.requests.forget(request)
-        for path in parts.paths():
+                core.orphans.take([request])
+                core.orphans.lose(request)
+                core.requests.forget(request)
+        for path in core.paths():
             path.clear()
         for tier in Tier:
-            parts.event_log.cleared(tier.value)
-            parts.journal.fact("forget", tier.value)
+            core.event_log.cleared(tier.value)
+            core.journal.fact("forget", tier.value)
         if seal is not None and seal.then == "detach":
-            parts.is_detached = True
+            core.is_detached = True
             self._rebuild_device_tier(set(seal.kept))
         else:
-            parts.orphans.take(parts.requests)
-            parts.tree.clear()
+            core.orphans.take(core.requests)
+            core.tree.clear()
             self._reset_pools([], [])
 
     def _reset_pools(self, kept: list[int], side_kept: list[tuple[str, int]]) -> None:
         """All pages come back but those that are kept, orphaned, or still being copied."""
-        parts = self._parts
-        parts.tiers.pools[Tier.DEVICE].reset(keep=[*kept, *parts.orphans.pages])
-        parts.tiers.pools[Tier.HOST].reset()
-        self._reset_side_pools([*side_kept, *parts.orphans.side_pages])
+        core = self._core
+        core.tiers.pools[Tier.DEVICE].reset(keep=[*kept, *core.orphans.pages])
+        core.tiers.pools[Tier.HOST].reset()
+        self._reset_side_pools([*side_kept, *core.orphans.side_pages])
 
     def _reset_side_pools(self, kept: list[tuple[str, int]]) -> None:
-        for side in self._parts.tiers.side:
+        for side in self._core.tiers.side:
             pages = [page for name, page in kept if name == side.spec.name]
             side.pools[Tier.DEVICE].reset(keep=pages)
             side.pools[Tier.HOST].reset()
@@ -141,35 +141,35 @@ class Carryover:
         is kept of its path, so that nobody else gets what it may still read, and the rest of its
         pages are orphaned.
         """
-        parts = self._parts
+        core = self._core
         arrived = self._arrived()
         prefixes = self._prefixes(kept)
         held = {
             request.name: request.held.path()
-            for request in parts.requests
+            for request in core.requests
             if request.held is not None
         }
         paths = {name: np.concatenate([n.tokens for n in path]) for name, path in held.items()}
         spaces = {name: path[-1].namespace for name, path in held.items()}
         going_on = [
             request
-            for request in parts.requests
+            for request in core.requests
             if request.held is None or self._is_kept(request.held, kept)
         ]
-        cut = [request for request in parts.requests if request not in going_on]
+        cut = [request for request in core.requests if request not in going_on]
         stays = [page for key, page in arrived.items() if key in kept]
-        parts.orphans.take(
+        core.orphans.take(
             cut,
             but={page.page for page in stays},
             but_side={pair for page in stays for pair in page.side.items()},
         )
         for request in going_on:
             request.held = None
-        parts.tree.clear()
+        core.tree.clear()
         pages: list[int] = []
         side: list[tuple[str, int]] = []
         for namespace, tokens in prefixes:
-            for node in parts.tree.insert(tokens, namespace):
+            for node in core.tree.insert(tokens, namespace):
                 if node.device.state is Residency.ABSENT:
                     own = [arrived[key] for key in self._hashes_of(node)]
                     self._place(node, own)
@@ -178,18 +178,18 @@ class Carryover:
         for request in sorted(going_on, key=lambda one: one.name):
             pages += request.private
             if request.name in paths:
-                path = parts.tree.match(paths[request.name], spaces[request.name])
-                parts.requests.hold(request, path[-1])
+                path = core.tree.match(paths[request.name], spaces[request.name])
+                core.requests.hold(request, path[-1])
         for request in sorted(cut, key=lambda one: one.name):
             request.must_recompute = True
             tokens, space = paths[request.name], spaces[request.name]
-            path = parts.tree.match(tokens[: self._num_kept(tokens, space, kept)], space)
-            parts.requests.hold(request, path[-1] if path else None)
+            path = core.tree.match(tokens[: self._num_kept(tokens, space, kept)], space)
+            core.requests.hold(request, path[-1] if path else None)
         self._reset_pools(pages, side)
 
     def _num_kept(self, tokens: Tokens, namespace: str, kept: set[int]) -> int:
         """How many leading tokens are kept."""
-        size = self._parts.config.page_size
+        size = self._core.config.page_size
         hashes = page_hashes(tokens, size, 0, namespace)
         return size * sum(1 for _ in takewhile(kept.__contains__, hashes))
 
@@ -199,10 +199,10 @@ class Carryover:
             name: [(at, page.side[name]) for at, page in enumerate(pages) if name in page.side]
             for name in sorted(names)
         }
-        self._parts.tree.place(node, Tier.DEVICE, Residency.RESIDENT, [one.page for one in pages])
+        self._core.tree.place(node, Tier.DEVICE, Residency.RESIDENT, [one.page for one in pages])
 
     def _hashes_of(self, node: Node) -> list[int]:
-        size = self._parts.config.page_size
+        size = self._core.config.page_size
         path = node.path()
         tokens = np.concatenate([one.tokens for one in path])
         return page_hashes(tokens, size, 0, node.namespace)[-node.num_pages :]
@@ -213,7 +213,7 @@ class Carryover:
     def _prefixes(self, kept: set[int]) -> list[tuple[str, Tokens]]:
         """The longest kept prefixes, in an order that follows from the tokens alone."""
         found: list[tuple[str, Tokens]] = []
-        for node in self._parts.tree.nodes():
+        for node in self._core.tree.nodes():
             tokens = np.concatenate([one.tokens for one in node.path()])
             if num_tokens := self._num_kept(tokens, node.namespace, kept):
                 found.append((node.namespace, tokens[:num_tokens]))
@@ -229,13 +229,13 @@ class Carryover:
 
     def restart(self, epoch: int, usable: dict[str, int]) -> None:
         """Begin ``epoch`` with ``usable`` pages; what was kept is charged again."""
-        parts = self._parts
-        parts.manager.begin_epoch(epoch, usable)
-        pages = sum(len(node.device.pages) for node in parts.tree.nodes())
-        pages += sum(len(request.private) for request in parts.requests)
-        parts.manager.ledger.charge(Tier.DEVICE.value, pages)
-        for name, owned in parts.tiers.side.owned(list(parts.tree.nodes()), []).items():
-            parts.manager.ledger.charge(name, len(owned))
+        core = self._core
+        core.manager.begin_epoch(epoch, usable)
+        pages = sum(len(node.device.pages) for node in core.tree.nodes())
+        pages += sum(len(request.private) for request in core.requests)
+        core.manager.ledger.charge(Tier.DEVICE.value, pages)
+        for name, owned in core.tiers.side.owned(list(core.tree.nodes()), []).items():
+            core.manager.ledger.charge(name, len(owned))
 
 
 def _begins(tokens: Tokens, start: Tokens) -> bool:

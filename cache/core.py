@@ -1,7 +1,7 @@
-"""The parts of one rank's cache, put together: tree, tiers, ledger, and one object per path.
+"""The core of one rank's cache: tree, tiers, ledger, and one object per path.
 
-What happens in a step, in order, is :meth:`Parts.prepare` and :meth:`Parts.settled`; the facade
-(:mod:`kvpact.cache.hierarchical_cache`) is the calls around it.
+What happens in a step, in order, is :meth:`CacheCore.prepare` and :meth:`CacheCore.settled`; the
+facade (:mod:`kvpact.cache.hierarchical_cache`) is the calls around it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import partial
 from typing import Protocol
 
 from kvpact.cache.config import CacheConfig, schema_of
-from kvpact.cache.copies.copier import CopyDesk
+from kvpact.cache.copies.copier import Copier
 from kvpact.cache.copies.mover import Direction, Mover
 from kvpact.cache.copies.side_pools import SidePool, SidePools
-from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.paths.backup import Backup
 from kvpact.cache.paths.buffer_flush import BufferFlush
@@ -41,7 +41,7 @@ from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.core.participant import Outcome
 
-__all__ = ["Parts"]
+__all__ = ["CacheCore"]
 
 
 class _Path(Protocol):
@@ -52,7 +52,7 @@ class _Path(Protocol):
         ...
 
 
-class Parts:
+class CacheCore:
     """Everything that belongs to one rank, without the step's communication."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Parts:
         *,
         pools: Mapping[Tier, PagePool],
         mover: Mover,
-        storage: StorageDesk | None = None,
+        storage: StorageIo | None = None,
         side: Sequence[SidePool] = (),
     ) -> None:
         self.config = config
@@ -85,9 +85,9 @@ class Parts:
             usable={pool: partial(self.usable, pool) for pool in schema.pools},
         )
         self.side = SidePools(side)
-        desk = CopyDesk(mover, pools, verifies=config.verifies_copies, side=side)
+        copier = Copier(mover, pools, verifies=config.verifies_copies, side=side)
         whole = config.evicts_whole_nodes
-        self.tiers = Tiers(self.tree, pools, self.manager, desk, trims=not whole, side=self.side)
+        self.tiers = Tiers(self.tree, pools, self.manager, copier, trims=not whole, side=self.side)
         self.requests = RequestTable(self.tree)
         self.orphans = Orphans(pools, self.side)
         self.withdrawal = Withdrawal(self.tiers, self.requests)
@@ -149,9 +149,9 @@ class Parts:
 
     def prepare(self) -> None:
         """Before the ballot: hear of endings, plan everything, then reserve, then start copies."""
-        self.tiers.desk.collect()
+        self.tiers.copier.collect()
         if self.storage is not None:
-            self.storage.desk.collect()
+            self.storage.io.collect()
         self.engine_pages.plan()
         self.insert_line.plan()
         self.load_back.plan()
@@ -160,7 +160,7 @@ class Parts:
             self.storage.plan()
         self.manager.reserve_open()
         self.insertion.end_unread()
-        self.tiers.desk.submit()
+        self.tiers.copier.submit()
 
     def settled(self, outcomes: list[Outcome]) -> None:
         """After a verdict: tidy the tree, tell the tickets."""
@@ -214,7 +214,7 @@ class Parts:
         write: Backup = self.backup
         load, storage = self.load_back, self.storage
         fetch = storage.prefetch if storage is not None else None
-        submitted = self.tiers.desk.mover.submitted
+        submitted = self.tiers.copier.mover.submitted
         aborts = sum((write.num_aborts, write.num_no_room, load.num_aborts, load.num_no_room))
         return {
             "commits": write.num_commits + load.num_commits + (fetch.num_commits if fetch else 0),
@@ -233,7 +233,7 @@ class Parts:
             "pages_refused": self.engine_pages.num_refused,
             "writes_submitted": submitted[Direction.TO_HOST],
             "loads_submitted": submitted[Direction.TO_DEVICE],
-            "copies_wrong": self.tiers.desk.num_wrong,
+            "copies_wrong": self.tiers.copier.num_wrong,
             "evicted_device": self.tiers.num_evicted[Tier.DEVICE],
             "evicted_host": self.tiers.num_evicted[Tier.HOST],
         }

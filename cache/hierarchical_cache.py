@@ -22,8 +22,8 @@ from kvpact.cache.carryover import Carryover
 from kvpact.cache.config import CacheConfig, config_facts, schema_of
 from kvpact.cache.copies.mover import Mover
 from kvpact.cache.copies.side_pools import SidePool
-from kvpact.cache.copies.storage_io import StorageDesk
-from kvpact.cache.core import Parts
+from kvpact.cache.copies.storage_io import StorageIo
+from kvpact.cache.core import CacheCore
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.paths.insert_voted import Fill, open_loads
@@ -74,35 +74,35 @@ class HierarchicalCache:
         beacon: Beacon | None = None,
         regroup: Callable[[int], Group] | None = None,
         on_close: Callable[[], None] | None = None,
-        storage: StorageDesk | None = None,
+        storage: StorageIo | None = None,
         side: Sequence[SidePool] = (),
     ) -> None:
         self.config = config
         self._on_close = on_close
         self.rank = group.rank
         self.journal = journal
-        parts = Parts(
+        core = CacheCore(
             config, group.rank, journal, pools=pools, mover=mover, storage=storage, side=side
         )
-        self._parts = parts
-        # The parts by name, for those who look in; nothing outside decides with them.
-        self.tree, self.tiers, self.manager = parts.tree, parts.tiers, parts.manager
+        self._core = core
+        # The core by name, for those who look in; nothing outside decides with them.
+        self.tree, self.tiers, self.manager = core.tree, core.tiers, core.manager
         self.requests, self.orphans, self.withdrawal = (
-            parts.requests,
-            parts.orphans,
-            parts.withdrawal,
+            core.requests,
+            core.orphans,
+            core.withdrawal,
         )
         self.insertion, self.insert_line, self.backup = (
-            parts.insertion,
-            parts.insert_line,
-            parts.backup,
+            core.insertion,
+            core.insert_line,
+            core.backup,
         )
-        self.load_back, self.engine_pages = parts.load_back, parts.engine_pages
-        self.storage, self.staged_loads = parts.storage, parts.staged_loads
-        self.lookup, self.own_insert = parts.lookup, parts.own_insert
-        self.carryover = Carryover(parts)
+        self.load_back, self.engine_pages = core.load_back, core.engine_pages
+        self.storage, self.staged_loads = core.storage, core.staged_loads
+        self.lookup, self.own_insert = core.lookup, core.own_insert
+        self.carryover = Carryover(core)
         self._num_resets = self._num_ordered = 0
-        self.manager.begin_epoch(0, {**usable, STORAGE: parts.usable(STORAGE)})
+        self.manager.begin_epoch(0, {**usable, STORAGE: core.usable(STORAGE)})
         self.stepper = Stepper(
             self.manager,
             group,
@@ -113,15 +113,15 @@ class HierarchicalCache:
                 grace_s=config.grace_s,
                 progress_s=config.progress_timeout_s or max(300.0, 10 * config.copy_timeout_s),
             ),
-            prepare=parts.prepare,
-            settled=parts.settled,
+            prepare=core.prepare,
+            settled=core.settled,
             live=lambda: self.requests.digest,
             locator=locator,
             carrier=self.carryover,
             policy=Policy(config.policy, config.max_resets, config.reset_window_s),
             regroup=regroup,
             beacon=beacon,
-            waits=parts.waits,
+            waits=core.waits,
         )
 
     # -- the step --------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class HierarchicalCache:
             self.check_integrity()
         void, self.withdrawal.must_recompute = self.withdrawal.must_recompute, []
         lost, self.carryover.lost = self.carryover.lost, ()
-        resets, self._num_resets = self._num_resets, self.stepper.succession.num_resets
+        resets, self._num_resets = self._num_resets, self.stepper.change.num_resets
         return StepResult(
             outcomes, tuple(dict.fromkeys(void)), lost, was_reset=resets != self._num_resets
         )
@@ -243,7 +243,7 @@ class HierarchicalCache:
 
     def wait_layer(self, layer: int, loads: Sequence[int], timeout_s: float) -> bool:
         """Wait until ``layer`` of these loads has arrived; False: not within ``timeout_s``."""
-        return not loads or self.tiers.desk.mover.wait_layer(layer, timeout_s, loads)
+        return not loads or self.tiers.copier.mover.wait_layer(layer, timeout_s, loads)
 
     # -- when tokens were computed ---------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class HierarchicalCache:
 
     def events(self) -> list[CacheEvent]:
         """What was stored and removed since the last call, in the same order on every rank."""
-        return self._parts.event_log.take()
+        return self._core.event_log.take()
 
     def reset(self) -> None:
         """An agreed call: every rank drops to an empty cache in a new epoch, between two steps.
@@ -408,7 +408,7 @@ class HierarchicalCache:
 
     def has_pending(self) -> bool:
         """Something waits for a step: an idle engine keeps stepping. Agreed."""
-        return self._parts.has_pending
+        return self._core.has_pending
 
     def report(self, request: str) -> RequestReport:
         """What a live request hit, loaded and must compute, in pages, and why."""
@@ -425,22 +425,22 @@ class HierarchicalCache:
 
     def metrics(self) -> dict[str, int]:
         """Counters since the start; pages, intents and copies. Cheap."""
-        succession = self.stepper.succession
+        change = self.stepper.change
         return {
-            **self._parts.counts(),
+            **self._core.counts(),
             "collectives": self.stepper.num_collectives,
-            "divergences": succession.endings["Divergence"],
-            "stalls": succession.endings["RankStalled"],
-            "resets": succession.num_resets + self._num_ordered,
+            "divergences": change.endings["Divergence"],
+            "stalls": change.endings["RankStalled"],
+            "resets": change.num_resets + self._num_ordered,
         }
 
     def check_integrity(self) -> None:
         """Prove that every page has one owner and every count holds; raises ``InternalError``."""
-        audit(self._parts)
+        audit(self._core)
 
     def tensors(self, tier: Tier) -> KVTensors:
         """K and V of this rank's pages in ``tier``: what the engine's kernels read and write."""
-        mover = self.tiers.desk.mover
+        mover = self.tiers.copier.mover
         return mover.device if tier is Tier.DEVICE else mover.host
 
     def close(self) -> None:
@@ -450,7 +450,7 @@ class HierarchicalCache:
             if leave is not None:
                 leave()
         finally:
-            self.tiers.desk.mover.close()
+            self.tiers.copier.mover.close()
             self.stepper.group.close()
             self.journal.close()
 

@@ -17,7 +17,7 @@ from kvpact.cache.copies.cpu import CpuMover
 from kvpact.cache.copies.cuda import CudaMover
 from kvpact.cache.copies.mover import Mover
 from kvpact.cache.copies.side_pools import SidePool
-from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.hierarchical_cache import HierarchicalCache, config_facts, schema_of
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.tensors import KVTensors
@@ -76,14 +76,14 @@ def join_cache(
         journal = Journal(rank, path=journal_path)
         parts.callback(journal.close)
         pools = make_pools(config)
-        storage: StorageDesk | None = None
+        storage: StorageIo | None = None
         if open_storage is not None:
             identity = _identity(config, model, ranks.index(rank), len(ranks))
             backend = open_storage(identity)
             parts.callback(backend.close)
             workers = StorageWorkers(backend)
             parts.callback(workers.close)
-            storage = StorageDesk(workers, PageKeys(identity), pools[Tier.HOST], tensors[Tier.HOST])
+            storage = StorageIo(workers, PageKeys(identity), pools[Tier.HOST], tensors[Tier.HOST])
         membership = join_replica(
             config, host, port, name=name, rank=rank, ranks=ranks, start_timeout_s=start_timeout_s
         )

@@ -106,7 +106,7 @@ def test_the_end_of_one_ranks_copy_releases_nothing() -> None:
     world.fault(1, "write", "delay", steps=4)
     world.step_all(4)
     # On rank 0 both have ended, on rank 1 "ab" has not: one ack is for both.
-    assert not world.caches[0].tiers.desk.num_running
+    assert not world.caches[0].tiers.copier.num_running
     assert world.pinned()[DEVICE] == 4
     assert world.evict(DEVICE, 4) == 0
     assert world.free_pages(HOST) == [12, 12]

@@ -17,7 +17,7 @@ from kvpact.harness.faults.plan import SITES, FaultLine, Plan, chaos_plan, fit_p
 from kvpact.harness.soak.config import SoakConfig
 from kvpact.harness.soak.coverage import POINTS, check_names, missing
 from kvpact.harness.soak.feed import FaultEvent
-from kvpact.harness.soak.process_faults import Mischief
+from kvpact.harness.soak.process_faults import ProcessFaults
 from kvpact.harness.verify.history import read_lines
 from kvpact.harness.verify.verify import complaint
 
@@ -106,14 +106,14 @@ def test_chaos_follows_from_its_seed() -> None:
 # -- carrying out --------------------------------------------------------------------------------
 
 
-def mischief(plan: Plan, rank: int, seed: int = 1) -> tuple[Mischief, list[FaultEvent]]:
+def process_faults(plan: Plan, rank: int, seed: int = 1) -> tuple[ProcessFaults, list[FaultEvent]]:
     told: list[FaultEvent] = []
-    return Mischief(plan, rank, seed, told.append, lambda: 0.0, is_simulated=True), told
+    return ProcessFaults(plan, rank, seed, told.append, lambda: 0.0, is_simulated=True), told
 
 
 def strikes(plan: Plan, rank: int, seed: int) -> list[int]:
     """Steps in which a reservation on the host was refused, tried once a step."""
-    devil, told = mischief(plan, rank, seed)
+    devil, told = process_faults(plan, rank, seed)
     for step in range(1, 400):
         devil.before_step(step, None)
         devil.board.strike("host.reserve")
@@ -132,7 +132,7 @@ def test_the_same_seed_strikes_in_the_same_steps() -> None:
 
 def test_skew_delays_a_share_of_the_copies_until_healed() -> None:
     line = FaultLine(site="write", action="skew", steps=4, share=0.5)
-    devil, told = mischief(Plan(fault=(line,)), 0)
+    devil, told = process_faults(Plan(fault=(line,)), 0)
     part = Part(1, [0], [0])
 
     def plans() -> list[PartPlan]:
@@ -149,7 +149,7 @@ def test_skew_delays_a_share_of_the_copies_until_healed() -> None:
 
 def test_process_faults_are_not_carried_out_in_a_simulation() -> None:
     plan = Plan(fault=(FaultLine(site="process", action="kill", at_step=3),))
-    devil, told = mischief(plan, 0)
+    devil, told = process_faults(plan, 0)
     for step in range(1, 6):
         devil.before_step(step, None)
     assert [(event.name, event.step, event.skipped) for event in told] == [
@@ -162,7 +162,7 @@ def test_the_network_of_the_whole_machine_is_left_alone() -> None:
         site="network", action="delay", at_step=1, seconds=1.0, delay_ms=5.0, interface="lo"
     )
     told: list[FaultEvent] = []
-    devil = Mischief(Plan(fault=(line,)), 0, 1, told.append, lambda: 0.0)
+    devil = ProcessFaults(Plan(fault=(line,)), 0, 1, told.append, lambda: 0.0)
     devil.before_step(1, None)
     devil.close()
     assert len(told) == 1
@@ -384,7 +384,7 @@ def test_what_hangs_for_a_while_is_released() -> None:
     healed: list[float] = []
     line = FaultLine(site="write", action="hang", at_step=1, seconds=5.0)
     told: list[FaultEvent] = []
-    devil = Mischief(Plan(fault=(line,)), 0, 1, told.append, lambda: now_s)
+    devil = ProcessFaults(Plan(fault=(line,)), 0, 1, told.append, lambda: now_s)
     devil.attach(lambda: healed.append(now_s))
     devil.before_step(1, None)
     assert devil.board.plan_part(Direction.TO_HOST, Part(1, [0], [0])).delay_collects is None

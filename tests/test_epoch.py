@@ -364,7 +364,7 @@ def test_all_who_report_get_one_seal_whatever_the_order() -> None:
 
 
 def test_the_first_writer_wins() -> None:
-    """Both have lost patience with one another before either had reported."""
+    """Both have lost verdict_wait with one another before either had reported."""
     store = MemoryStore()
     first, second = closers(2, store)
     first.file(report(0), 0.0, grace_s=1.0)

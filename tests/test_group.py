@@ -32,7 +32,7 @@ from kvpact.consensus.core.errors import (
 from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.epoch.report import LastSeen
 from kvpact.consensus.step.step import StepLimits, Stepper
-from kvpact.consensus.transport import bounded as janitor
+from kvpact.consensus.transport import bounded
 from kvpact.consensus.transport import gloo as group_module
 from kvpact.consensus.transport.gloo import (
     MAX_OUTSTANDING,
@@ -505,7 +505,7 @@ def close_with_outstanding(bench: Bench) -> Any:
         took_s = time.monotonic() - began_s
         del works
         bench.reach("closed")
-        assert janitor.drain(LONG_S)
+        assert bounded.drain(LONG_S)
     else:
         bench.until("closed", 0)
         bench.until("drained", 0)
@@ -873,7 +873,7 @@ def test_forming_again_and_again_leaves_nothing_in_the_store(served: tuple[Any, 
         for group in _form_in_threads(port, f"again.{number}", [4, 4], 2, 10.0):
             assert isinstance(group, GlooGroup)
             group.close()
-    assert janitor.drain(10.0)
+    assert bounded.drain(10.0)
     assert sorted(server.list_keys()) == before
 
 
@@ -906,7 +906,7 @@ def test_a_group_that_is_dropped_is_released(served: tuple[Any, int]) -> None:
     work = group.min(np.zeros(4, dtype=np.int64))
     assert work.wait(5.0)
     del group, work
-    assert janitor.drain(5.0)
+    assert bounded.drain(5.0)
 
 
 def test_members_are_checked(served: tuple[Any, int]) -> None:
@@ -971,7 +971,7 @@ def test_an_aborted_collective_of_nccl_is_no_result() -> None:
         with pytest.raises(PeerLost):
             ask()
     assert health.is_broken
-    assert work.is_completed(), "the janitor does not wait for it"
+    assert work.is_completed(), "the release thread does not wait for it"
 
 
 def test_a_collective_of_nccl_that_outlives_the_timeout_breaks_its_group() -> None:

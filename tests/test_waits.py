@@ -25,16 +25,16 @@ WAITS: dict[str, dict[str, tuple[str, str]]] = {
         "_meet_nccl": ("limit_s", "test_group.py::test_a_rank_that_does_not_come_to_a_new_group"),
         "_post": ("orders a stream only", "test_group.py::test_min_is_right_without_lag"),
     },
-    "janitor.py": {
-        "_run": ("a daemon thread", "test_janitor.py::test_one_group_that_waits_does_not_hold_up"),
-        "bounded": ("timeout_s", "test_janitor.py::test_a_call_that_hangs_is_abandoned"),
+    "bounded.py": {
+        "_run": ("a daemon thread", "test_bounded.py::test_one_group_that_waits_does_not_hold_up"),
+        "bounded": ("timeout_s", "test_bounded.py::test_a_call_that_hangs_is_abandoned"),
         "close": ("EXIT_WAIT_S", "test_group.py::test_the_end_of_a_process_waits_for_no_peer"),
-        "drain": ("timeout_s", "test_janitor.py::test_a_group_is_released_when_its_collectives"),
+        "drain": ("timeout_s", "test_bounded.py::test_a_group_is_released_when_its_collectives"),
     },
     "membership.py": {
         "introduce": (
             "start_timeout_s",
-            "test_succession.py::test_introductions_end_at_their_bound",
+            "test_change.py::test_introductions_end_at_their_bound",
         ),
         "leave": ("wait_s", "test_closing_real.py::test_a_straggler_before_the_deadline"),
     },

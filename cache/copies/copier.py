@@ -13,7 +13,7 @@ from kvpact.cache.copies.side_pools import SidePool
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.tree.node import Tier
 
-__all__ = ["CopyDesk"]
+__all__ = ["Copier"]
 
 _TIERS = {
     Direction.TO_HOST: (Tier.DEVICE, Tier.HOST),
@@ -82,7 +82,7 @@ class _Route:
         return all(source.same_pages(part.source, target, part.target))
 
 
-class CopyDesk:
+class Copier:
     """One per rank. ``on_end(index, ok)`` is called in :meth:`collect`, never from a thread.
 
     ``verifies``: compare the bytes of each copy at its end; what differs counts as failed.
@@ -105,7 +105,7 @@ class CopyDesk:
 
     @property
     def room(self) -> int:
-        """Parts that can still be taken in this step."""
+        """CacheCore that can still be taken in this step."""
         return min(
             route.mover.room - sum(len(parts) for parts in route.waiting.values())
             for route in self._routes.values()

@@ -105,12 +105,12 @@ class Mover(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Parts whose ending was not collected yet, also those that hang."""
+        """CacheCore whose ending was not collected yet, also those that hang."""
         ...
 
     @property
     def room(self) -> int:
-        """Parts that `submit` would still take; ask before anything is promised."""
+        """CacheCore that `submit` would still take; ask before anything is promised."""
         ...
 
     def mark_launch(self) -> int:

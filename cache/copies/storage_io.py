@@ -15,12 +15,12 @@ from kvpact.cache.storage.keys import PageKeys
 from kvpact.cache.storage.requests import Kind, StorageEnding, StorageRequest, Workers
 from kvpact.cache.tree.node import Node, Tokens
 
-__all__ = ["StorageDesk"]
+__all__ = ["StorageIo"]
 
 OnEnd = Callable[[int], None]
 
 
-class StorageDesk:
+class StorageIo:
     """One per rank. ``on_end(leading)`` of a request is called in :meth:`collect` only."""
 
     def __init__(

@@ -56,7 +56,7 @@ class Backup:
         carriage = self._carriages[intent.serial]
         if pool != Tier.HOST.value:
             return self._tiers.side.reserve(carriage, pool, num_pages)
-        if self._tiers.desk.room < 1:
+        if self._tiers.copier.room < 1:
             return 0
         carriage.pages = self._tiers.pools[Tier.HOST].reserve(num_pages) or []
         return len(carriage.pages)
@@ -81,7 +81,7 @@ class Backup:
             self._tiers.manager.mark_ended(intent, None if ok else 0)
 
         side = self._tiers.side.copies(carriage.nodes, carriage, inserts)
-        self._tiers.desk.add(Direction.TO_HOST, [(source, carriage.pages)], on_end, side)
+        self._tiers.copier.add(Direction.TO_HOST, [(source, carriage.pages)], on_end, side)
 
     def commit(self, intent: Intent) -> None:
         """The nodes are on HOST now; their bytes may still be on the way, so the pins stay."""

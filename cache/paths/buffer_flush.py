@@ -176,7 +176,7 @@ class BufferFlush(Backup):
         """Staging for whole nodes, from the first on, as far as it goes."""
         carriage = self._carriages[intent.serial]
         staging = self._tiers.pools[Tier.HOST]
-        for node in carriage.nodes[: max(0, self._tiers.desk.room)]:
+        for node in carriage.nodes[: max(0, self._tiers.copier.room)]:
             pages = staging.reserve(node.num_pages)
             if pages is None:
                 break
@@ -196,7 +196,7 @@ class BufferFlush(Backup):
             start = end
         carriage.expect_parts([node.num_pages for node in staged])
         on_end = partial(self._part_ended, carriage, inserts)
-        self._tiers.desk.add(Direction.TO_HOST, pairs, on_end)
+        self._tiers.copier.add(Direction.TO_HOST, pairs, on_end)
 
     def _part_ended(
         self, carriage: Carriage, inserts: list[Carriage], index: int, ok: bool

@@ -246,7 +246,7 @@ class LoadBack:
         carriage = self._carriages[intent.serial]
         if pool != Tier.DEVICE.value:
             return self._tiers.side.reserve(carriage, pool, num_pages)
-        if self._tiers.desk.room < len(carriage.nodes):
+        if self._tiers.copier.room < len(carriage.nodes):
             return 0
         if not all(node.host.is_published for node in carriage.nodes):
             return 0  # agreed: its backup failed after this was asked for
@@ -275,7 +275,7 @@ class LoadBack:
         carriage.expect_parts([len(target) for _, target in parts])
         side = self._tiers.side.copies(carriage.nodes, carriage, [])
         on_end = partial(self._part_ended, carriage)
-        carriage.copy_tickets += self._tiers.desk.add(Direction.TO_DEVICE, parts, on_end, side)
+        carriage.copy_tickets += self._tiers.copier.add(Direction.TO_DEVICE, parts, on_end, side)
 
     def _part_ended(self, carriage: Carriage, index: int, ok: bool) -> None:
         good = carriage.part_ended(index, ok)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvpact.cache.copies.copier import CopyDesk
+from kvpact.cache.copies.copier import Copier
 from kvpact.cache.copies.side_pools import SidePools
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.tree.node import Node, Residency, Tier
@@ -47,7 +47,7 @@ class Tiers:
         tree: RadixTree,
         pools: Mapping[Tier, PagePool],
         manager: TransactionManager,
-        desk: CopyDesk,
+        copier: Copier,
         *,
         trims: bool,
         side: SidePools | None = None,
@@ -56,7 +56,7 @@ class Tiers:
         self.tree = tree
         self.pools = pools
         self.manager = manager
-        self.desk = desk
+        self.copier = copier
         self.num_evicted = dict.fromkeys(Tier, 0)  # pages
         self.demoter: Demoter | None = None
         self._trims = trims

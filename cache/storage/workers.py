@@ -99,7 +99,7 @@ class _Call:
         return [([False] * len(indices), [None] * len(indices), why) for _, indices in self.shares]
 
 
-class _Desk:
+class _Mailbox:
     """What threads and caller share: calls that wait, and answers. Bounded by ``max_requests``."""
 
     def __init__(self, backend: BackendBase) -> None:
@@ -139,7 +139,7 @@ class _Desk:
 class _Lane:
     """One daemon thread. ``call``: what it is at; ``abandoned``: its answers are not wanted."""
 
-    def __init__(self, desk: _Desk, number: int) -> None:
+    def __init__(self, desk: _Mailbox, number: int) -> None:
         self.abandoned = False
         self.call: _Call | None = None
         self.thread = threading.Thread(
@@ -147,7 +147,7 @@ class _Lane:
         )
         self.thread.start()
 
-    def _run(self, desk: _Desk) -> None:
+    def _run(self, desk: _Mailbox) -> None:
         while (call := desk.take(self)) is not None:
             answers = call.failed("abandoned") if call.gone else call.carry(desk.backend)
             desk.post(self, call, answers)
@@ -176,7 +176,7 @@ class StorageWorkers(WorkersBase):
         self._call_timeout_s = call_timeout_s
         self._max_abandoned = max_abandoned
         self._num_lanes = num_threads
-        self._desk = _Desk(backend)
+        self._desk = _Mailbox(backend)
         self._num_started = 0
         self._lanes: list[_Lane] = []
         self._abandoned: list[_Lane] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.tree.events import EventLog
 from kvpact.cache.tree.node import STORAGE
@@ -19,9 +19,9 @@ class Clearing:
 
     kind = "clear"
 
-    def __init__(self, tiers: Tiers, desk: StorageDesk, events: EventLog) -> None:
+    def __init__(self, tiers: Tiers, io: StorageIo, events: EventLog) -> None:
         self._tiers = tiers
-        self._desk = desk
+        self._io = io
         self._events = events
         self._intent: Intent | None = None
         self._on_end: Callable[[], None] = _nothing
@@ -38,7 +38,7 @@ class Clearing:
 
     def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
         """A place in the queue, where the workers have room."""
-        return num_pages if self._desk.room > 0 else 0
+        return num_pages if self._io.room > 0 else 0
 
     def unreserve(self, intent: Intent, pool: str) -> None:
         """Nothing was taken."""
@@ -52,7 +52,7 @@ class Clearing:
         def ended(_: int) -> None:
             self._tiers.manager.mark_ended(intent)
 
-        if not self._desk.clear(ended):
+        if not self._io.clear(ended):
             ended(0)
 
     def abort(self, intent: Intent) -> None:

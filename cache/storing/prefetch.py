@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.requests.table import Request
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.residency.tiers import Tiers
@@ -69,14 +69,14 @@ class Prefetch:
     def __init__(
         self,
         tiers: Tiers,
-        desk: StorageDesk,
+        io: StorageIo,
         *,
         minimum_pages: int,
         policy: str,
         timeout_s: float,
     ) -> None:
         self._tiers = tiers
-        self._desk = desk
+        self._io = io
         self._minimum_pages = minimum_pages
         self._policy = policy
         self._timeout_ms = round(timeout_s * 1000)
@@ -131,13 +131,13 @@ class Prefetch:
         end = (start + num_pages) * tiers.tree.page_size
         fetch = _Fetch(ticket, np.array(tokens[:end]), namespace, start, anchor)
         fetch.intent = intent
-        fetch.keys = self._desk.keys_from(fetch.tokens, namespace)[start:]
+        fetch.keys = self._io.keys_from(fetch.tokens, namespace)[start:]
         self._fetches[intent.serial] = fetch
 
         def found(hits: int) -> None:
             fetch.hits = hits
 
-        self._desk.ask(fetch.keys, found)
+        self._io.ask(fetch.keys, found)
 
     def plan(self) -> None:
         """End early what the policy ends."""
@@ -180,7 +180,7 @@ class Prefetch:
             fetch.is_stopped = True
             self._tiers.manager.note("stop", fetch.ticket.request.name)
             if fetch.storage_ticket:
-                self._desk.stop(fetch.storage_ticket)
+                self._io.stop(fetch.storage_ticket)
 
     # -- participant -----------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Prefetch:
         fetch = self._fetches[intent.serial]
         if fetch.hits is not None:
             num_pages = min(num_pages, fetch.hits)
-        if self._desk.room < 1 or num_pages < 1:
+        if self._io.room < 1 or num_pages < 1:
             return 0
         fetch.pages = self._tiers.pools[Tier.HOST].reserve_up_to(num_pages)
         return len(fetch.pages)
@@ -209,11 +209,11 @@ class Prefetch:
             self._tiers.manager.mark_ended(intent, leading)
 
         keys = fetch.keys[: len(fetch.pages)]
-        fetch.storage_ticket = self._desk.get(keys, fetch.pages, on_end)
+        fetch.storage_ticket = self._io.get(keys, fetch.pages, on_end)
         if not fetch.storage_ticket:
             on_end(0)
         elif fetch.is_stopped:
-            self._desk.stop(fetch.storage_ticket)
+            self._io.stop(fetch.storage_ticket)
 
     def commit(self, intent: Intent) -> None:
         """So many pages every rank has; they are published when all have read them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.tree.events import EventLog
 from kvpact.cache.tree.node import STORAGE, Carriage, Node, Tier
@@ -31,10 +31,10 @@ class Storing:
     kind = "store"
 
     def __init__(
-        self, tiers: Tiers, desk: StorageDesk, events: EventLog, *, queue_nodes_max: int
+        self, tiers: Tiers, io: StorageIo, events: EventLog, *, queue_nodes_max: int
     ) -> None:
         self._tiers = tiers
-        self._desk = desk
+        self._io = io
         self._events = events
         self._queue: deque[tuple[Carriage, Released]] = deque()
         self._queue_nodes_max = queue_nodes_max
@@ -117,7 +117,7 @@ class Storing:
 
     def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:
         """All of it, where the workers have room."""
-        return num_pages if self._desk.room > 0 else 0
+        return num_pages if self._io.room > 0 else 0
 
     def unreserve(self, intent: Intent, pool: str) -> None:
         """Nothing was taken."""
@@ -125,12 +125,12 @@ class Storing:
     def start(self, intent: Intent) -> None:
         """Hand the pages to the workers."""
         carriage, _ = self._open[intent.serial]
-        keys = [key for node in carriage.nodes for key in self._desk.keys_of(node)]
+        keys = [key for node in carriage.nodes for key in self._io.keys_of(node)]
 
         def on_end(leading: int) -> None:
             self._tiers.manager.mark_ended(intent, leading)
 
-        if not self._desk.put(keys, carriage.pages, on_end):
+        if not self._io.put(keys, carriage.pages, on_end):
             on_end(0)
 
     def commit(self, intent: Intent) -> None:

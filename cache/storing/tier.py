@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.storing.clear import Clearing
 from kvpact.cache.storing.prefetch import Prefetch
@@ -32,20 +32,18 @@ class StorageState(enum.Enum):
 class StorageTier:
     """Storage writes and prefetches, and whether there is a storage at all."""
 
-    def __init__(
-        self, tiers: Tiers, desk: StorageDesk, events: EventLog, config: CacheConfig
-    ) -> None:
-        self.desk = desk
+    def __init__(self, tiers: Tiers, io: StorageIo, events: EventLog, config: CacheConfig) -> None:
+        self.io = io
         self.state = StorageState.ATTACHED
-        self.storing = Storing(tiers, desk, events, queue_nodes_max=config.write_queue_nodes_max)
+        self.storing = Storing(tiers, io, events, queue_nodes_max=config.write_queue_nodes_max)
         self.prefetch = Prefetch(
             tiers,
-            desk,
+            io,
             minimum_pages=config.prefetch_minimum_pages,
             policy=config.prefetch_policy,
             timeout_s=config.prefetch_timeout_s,
         )
-        self.clearing = Clearing(tiers, desk, events)
+        self.clearing = Clearing(tiers, io, events)
         self._tiers = tiers
         self._events = events
         self._queue_pages = config.storage_queue_pages

@@ -23,7 +23,7 @@ from kvpact.consensus.step.wait import StepLimits
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
 
-__all__ = ["Carrier", "Succession"]
+__all__ = ["Carrier", "EpochChange"]
 
 _log = logging.getLogger("kvpact")
 
@@ -56,7 +56,7 @@ class Carrier(Protocol):
         ...
 
 
-class Succession:
+class EpochChange:
     """The ends and beginnings of epochs on one rank.
 
     ``regroup(epoch)`` forms the group of a new epoch; without it a divergence always raises.

@@ -153,7 +153,7 @@ class Sentinel:
             )
 
     def _key(self, epoch: int, rank: int) -> str:
-        return f"epoch/{self._stepper.succession.group_epoch}/alarm/{epoch}/{rank}"
+        return f"epoch/{self._stepper.change.group_epoch}/alarm/{epoch}/{rank}"
 
 
 def _tail(journal: Journal) -> list[Entry]:

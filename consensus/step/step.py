@@ -32,10 +32,10 @@ from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.core.participant import Outcome
 from kvpact.consensus.epoch.closing import Locator
 from kvpact.consensus.epoch.report import Policy, Seal
-from kvpact.consensus.step.change import Carrier, Succession
+from kvpact.consensus.step.change import Carrier, EpochChange
 from kvpact.consensus.step.progress import Progress, Waits
 from kvpact.consensus.step.stage import Beacon, InFlight, Stage
-from kvpact.consensus.step.wait import PAUSED, Patience, StepLimits
+from kvpact.consensus.step.wait import PAUSED, StepLimits, VerdictWait
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
 
@@ -88,9 +88,9 @@ class Stepper:
         self._on_settled = settled
         self._live = live
         self._beacon = beacon
-        self._patience = Patience(group.rank, group.ranks, limits, locator, group.now)
+        self._verdict_wait = VerdictWait(group.rank, group.ranks, limits, locator, group.now)
         self._progress = Progress(manager, bound_s=limits.progress_s, waits=waits)
-        self.succession = Succession(
+        self.change = EpochChange(
             manager,
             group,
             store,
@@ -209,9 +209,9 @@ class Stepper:
 
     def attend(self) -> None:
         """Between steps: hear whether the others end this epoch; raise the error once it stands."""
-        step, now, closer = self.manager.settled_step + 1, self.group.now(), self.succession.closer
-        if self._stage is Stage.IDLE and self._patience.are_others_closing(step, now, closer):
-            self._patience.begin(now)
+        step, now, closer = self.manager.settled_step + 1, self.group.now(), self.change.closer
+        if self._stage is Stage.IDLE and self._verdict_wait.are_others_closing(step, now, closer):
+            self._verdict_wait.begin(now)
             self._give_up("asked", step)
         if self._stage in (Stage.CLOSING, Stage.OPENING):
             self.poll()
@@ -246,7 +246,7 @@ class Stepper:
         """
         if self._stage is not Stage.IDLE:
             raise Misuse("a new epoch cannot begin inside a step")
-        self.succession.restart(usable)
+        self.change.restart(usable)
         self._forget_epoch()
 
     @property
@@ -268,7 +268,7 @@ class Stepper:
             self._beacon.at(manager.epoch, manager.step, stage.value, self.num_collectives)
 
     def _await(self, stage: Stage) -> None:
-        self._patience.begin(self.group.now())
+        self._verdict_wait.begin(self.group.now())
         self._enter(stage)
 
     def _start(self) -> None:
@@ -330,10 +330,10 @@ class Stepper:
             self._give_up("lost", step, detail=error.message)
             return False
         if not done:
-            if why := self._patience.look_around(step, now, self.succession.closer):
+            if why := self._verdict_wait.look_around(step, now, self.change.closer):
                 self._give_up(why, step)
             return False
-        self.waited_s += self._patience.waited_s(now)
+        self.waited_s += self._verdict_wait.waited_s(now)
         if not is_old:
             return self._settle(step, now, oldest.work.result())
         self._pop_work()
@@ -347,7 +347,7 @@ class Stepper:
         if verdict.mismatch and not (self._is_observing and verdict.mismatch in _CUT_SHORT):
             self._give_up("mismatch", step)
             return False
-        if self._is_late(step, now) and not self.succession.closer.claim_settled(step):
+        if self._is_late(step, now) and not self.change.closer.claim_settled(step):
             self._give_up("late", step)
             return False
         self._pop_work()
@@ -393,12 +393,12 @@ class Stepper:
             broken_rank = self.group.rank
             detail = f"{type(self._cause).__name__}: {self._cause}"
         self._closing_from = self._stage
-        self.succession.file(
+        self.change.file(
             cause,
             step,
             headers=self._headers,
             held=self._held,
-            waited_s=self._patience.waited_s(self.group.now()),
+            waited_s=self._verdict_wait.waited_s(self.group.now()),
             broken_rank=broken_rank,
             detail=detail,
             phase=self._stage.value,
@@ -407,20 +407,20 @@ class Stepper:
 
     def _close(self) -> None:
         """Once the epoch is sealed: settle what was settled anywhere, then do what it says."""
-        seal = self.succession.poll()
+        seal = self.change.poll()
         if seal is None:
             return
         error = seal.error.build()
         if seal.then == "observe":
             _log.error("observed, not acted upon: %s", error)
             self._is_observing = True
-            self.succession.look_on()
+            self.change.look_on()
             self._await(self._closing_from)
             return
         try:
             self._settle_through(seal)
             if seal.then != "raise" and self._cause is None:
-                self.succession.drop(seal)
+                self.change.drop(seal)
         except StoreSilent:
             raise
         except Exception as cause:  # noqa: BLE001 - the error that all ranks raise comes first
@@ -432,7 +432,7 @@ class Stepper:
         self._enter(Stage.OPENING)
 
     def _open(self) -> None:
-        group = self.succession.open()
+        group = self.change.open()
         if group is None:
             return
         self.group = group

@@ -10,7 +10,7 @@ import msgspec
 from kvpact.consensus.core.errors import Misuse, StoreSilent
 from kvpact.consensus.epoch.closing import Closer, Locator
 
-__all__ = ["PAUSED", "Patience", "StepLimits"]
+__all__ = ["PAUSED", "StepLimits", "VerdictWait"]
 
 _log = logging.getLogger("kvpact")
 
@@ -41,7 +41,7 @@ class StepLimits(msgspec.Struct, frozen=True):
                 raise Misuse(f"{name} must be positive, got {getattr(self, name)}")
 
 
-class Patience:
+class VerdictWait:
     """The wait of ``rank`` for the verdict of one step; begun anew with :meth:`begin`.
 
     ``clock`` tells the time, in seconds, after a call that may have lasted.

@@ -34,7 +34,7 @@ T = TypeVar("T")
 MAX_ABANDONED = 16
 #: Process groups that were closed and wait to be released.
 MAX_UNRELEASED = 64
-#: How often the janitor looks whether the collectives of closed groups have ended.
+#: How often the release thread looks whether the collectives of closed groups have ended.
 SWEEP_S = 0.02
 #: How long the end of the interpreter waits for calls that hang.
 EXIT_WAIT_S = 2.0
@@ -141,7 +141,7 @@ def bounded(call: Callable[[], T], timeout_s: float, silent: str) -> T:
 
 
 class _Charge:
-    """A process group in the janitor's care, with its collectives (shared with its owner)."""
+    """A process group that is to be released, with its collectives (shared with its owner)."""
 
     __slots__ = ("collectives", "process_group")
 
@@ -158,7 +158,7 @@ class _Charge:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.process_group))
 
 
-class _Janitor:
+class _Releaser:
     """Drops closed process groups on one daemon thread, once their collectives have ended.
 
     They end at the latest with their group's timeout, so what waits here drains. When too many
@@ -191,7 +191,7 @@ class _Janitor:
             self._num_unreleased += 1
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._run, name="kvpact-janitor", daemon=True
+                    target=self._run, name="kvpact-release", daemon=True
                 )
                 self._thread.start()
             self._change.notify_all()
@@ -234,7 +234,7 @@ class _Janitor:
                 charge.leak()
 
 
-_janitor = _Janitor()
+_releaser = _Releaser()
 
 
 def entrust(
@@ -246,11 +246,11 @@ def entrust(
     the release, and keeps no reference to the process group then. Dropping ``owner`` releases too.
     """
     charge = _Charge(process_group, collectives)
-    finalizer = weakref.finalize(owner, _janitor.release, _janitor.entrust(charge))
+    finalizer = weakref.finalize(owner, _releaser.release, _releaser.entrust(charge))
     finalizer.atexit = False
     return finalizer
 
 
 def drain(timeout_s: float) -> bool:
     """Wait until every closed process group has been released; ``False``: not yet."""
-    return _janitor.drain(timeout_s)
+    return _releaser.drain(timeout_s)

@@ -12,7 +12,7 @@ What raw gloo does with torch 2.13 (measured; tests/test_group.py pins what matt
 * a ``wait`` that times out cancels nothing and the group stays usable; but once the *group's*
   timeout has passed, every connection closes and every later collective fails;
 * releasing a group with outstanding collectives blocks until they time out (``abort`` and
-  ``shutdown`` do not help), also at the end of the interpreter: so the janitor does it.
+  ``shutdown`` do not help), also at the end of the interpreter: so the release thread does it.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class _NcclWork:
         self._is_over = False
 
     def is_completed(self) -> bool:
-        """Whether it has ended, in any way: what the janitor waits for."""
+        """Whether it has ended, in any way: what the release thread waits for."""
         try:
             return self.done()
         except PeerLost:

@@ -44,7 +44,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _command(  # pyright: ignore[reportUnusedFunction]  typer calls it
+def _command(
     *,
     version: Annotated[
         bool,

@@ -39,7 +39,7 @@ from kvpact.harness.soak.feed import Feed
 from kvpact.harness.soak.join import Joined, faulty_pools, make_backend
 from kvpact.harness.soak.loop import SoakLoop
 from kvpact.harness.soak.own_votes import OwnVotes
-from kvpact.harness.soak.process_faults import Mischief
+from kvpact.harness.soak.process_faults import ProcessFaults
 from kvpact.harness.trace.mooncake import TraceRequest
 from kvpact.harness.verify.journals import journal_path
 
@@ -90,7 +90,7 @@ def simulate(config: SoakConfig) -> Gather:
     run_programs([_program(loop, net, take) for loop in loops], net, config.seed)
     take()
     for loop in loops:
-        loop.mischief.close()
+        loop.process_faults.close()
         loop.rank.close()
     gather.check_history()
     return gather
@@ -127,7 +127,7 @@ def _loop(
 ) -> SoakLoop:
     coverage = Coverage()
     rank = feed.rank
-    mischief = Mischief(
+    process_faults = ProcessFaults(
         config.plan,
         rank,
         config.fault_seed,
@@ -148,16 +148,16 @@ def _loop(
         group=make_group(0),
         regroup=make_group,
         store=store,
-        pools=faulty_pools(config, rank, mischief),
+        pools=faulty_pools(config, rank, process_faults),
         usable={"device": min(config.device_pages), "host": min(config.host_pages)},
         make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
         locator=net,
         journal=CoveringJournal(rank, coverage, journal_path(config.journal, rank)),
         beacon=SimBeacon(net, rank),
-        plan_part=mischief.board.plan_part,
+        plan_part=process_faults.board.plan_part,
         workers=None
         if backend is None
-        else DeferredWorkers(backend, plan_page=mischief.board.plan_page),
+        else DeferredWorkers(backend, plan_page=process_faults.board.plan_page),
         backend=backend,
     )
-    return SoakLoop(config, Joined(real, mischief, coverage, None), requests, feed)
+    return SoakLoop(config, Joined(real, process_faults, coverage, None), requests, feed)

@@ -44,6 +44,11 @@ class Fault(Protocol):
         """How long a ``delay`` lasts."""
         ...
 
+    @property
+    def seconds(self) -> float | None:
+        """How late a rank that is ``late`` is."""
+        ...
+
 
 class _Armed:
     """One fault and how often it may still strike."""

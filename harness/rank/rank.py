@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from kvpact.cache.config import CacheConfig
 from kvpact.cache.copies.mover import Mover, PlanPart
 from kvpact.cache.copies.side_pools import SidePool
-from kvpact.cache.copies.storage_io import StorageDesk
+from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.hierarchical_cache import HierarchicalCache
 from kvpact.cache.join import make_tensors
 from kvpact.cache.memory.content import fill_pages
@@ -55,10 +55,10 @@ class Rank:
         self.workers = workers
         self.backend = backend
         self.keys: PageKeys | None = None
-        desk: StorageDesk | None = None
+        copier: StorageIo | None = None
         if workers is not None:
             self.keys = PageKeys(identity_of(config, group.rank, group.size))
-            desk = StorageDesk(workers, self.keys, pools[Tier.HOST], self.tensors[Tier.HOST])
+            copier = StorageIo(workers, self.keys, pools[Tier.HOST], self.tensors[Tier.HOST])
         self.side = [
             self._side_pool(config, spec, (side_pools or {})[spec.name], make_mover)
             for spec in config.side_pools
@@ -74,7 +74,7 @@ class Rank:
             locator=locator,
             beacon=beacon,
             regroup=regroup,
-            storage=desk,
+            storage=copier,
             side=self.side,
         )
 

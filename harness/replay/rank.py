@@ -180,7 +180,7 @@ def run_rank(context: RankContext, packed: bytes) -> None:
                 "snapshots": msgspec.to_builtins(recorder.take()),
                 "requests": engine.totals.requests,
                 "summary": msgspec.to_builtins(summary),
-                "incident": msgspec.to_builtins(rank.cache.stepper.succession.incident),
+                "incident": msgspec.to_builtins(rank.cache.stepper.change.incident),
             }
         )
 
@@ -251,7 +251,7 @@ def replay_sim(config: ReplayConfig, requests: list[TraceRequest]) -> Played:
         played.failures.append(str(error))
     played.snapshots = [snap for recorder in recorders for snap in recorder.take()]
     for rank in ranks:
-        incident = rank.cache.stepper.succession.incident
+        incident = rank.cache.stepper.change.incident
         if incident is not None:
             played.incidents[rank.cache.rank] = incident
         rank.close()

@@ -321,7 +321,7 @@ class Agent:
         self._after(result)
 
     def _note_incident(self) -> None:
-        incident = self.cache.stepper.succession.incident
+        incident = self.cache.stepper.change.incident
         known = self.record.incidents
         if incident is not None and (not known or known[-1] is not incident):
             known.append(incident)

@@ -97,7 +97,7 @@ def _bounds(member: Member) -> Iterator[str]:
     if member.is_idle and not manager.epoch and stepper.num_collectives != stepper.num_steps:
         yield f"{stepper.num_collectives} collectives in {stepper.num_steps} steps"
     now = member.world.net.now_s
-    waited_s = now - stepper._patience._began  # pyright: ignore[reportPrivateUsage]
+    waited_s = now - stepper._verdict_wait._began  # pyright: ignore[reportPrivateUsage]
     if not member.is_over and not member.is_idle and waited_s > _STEP_S:
         yield f"waits for {waited_s:g} s: {stepper.stage}"
 

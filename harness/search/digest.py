@@ -126,7 +126,7 @@ def _manager(manager: TransactionManager, view: _View) -> list[Any]:
 
 
 def _stepper(stepper: Stepper, view: _View) -> list[Any]:
-    now, base, patience = view.now_s, view.base, stepper._patience
+    now, base, wait = view.now_s, view.base, stepper._verdict_wait
     works = [
         [work.epoch, work.header.step - base, work.header.iteration - base]
         for work in stepper._works
@@ -140,10 +140,10 @@ def _stepper(stepper: Stepper, view: _View) -> list[Any]:
     ]
     waits = stepper.stage.startswith("waiting")
     patient = [
-        min(now - patience._began, 2 * _FAR_S), min(now - patience._counts_from, 2 * _FAR_S),
-        now - patience._looked_at >= LIMITS.slice_s, patience._num_deadlines,
+        min(now - wait._began, 2 * _FAR_S), min(now - wait._counts_from, 2 * _FAR_S),
+        now - wait._looked_at >= LIMITS.slice_s, wait._num_deadlines,
     ] if waits else []  # fmt: skip
-    closer, opener = stepper.succession.closer, stepper.succession._opener
+    closer, opener = stepper.change.closer, stepper.change._opener
     closing = []
     if closer._report is not None:
         closing = [closer._look_at - now, closer._give_up_at - now, sorted(closer._seen)]

@@ -162,9 +162,9 @@ class Coverage:
             self._look_at_order(result.outcomes, cache)
         if result.was_reset:
             self.hit("reset")
-            self._old_copies = cache.tiers.desk.num_running
+            self._old_copies = cache.tiers.copier.num_running
             self._aborted_in.clear()
-        elif self._old_copies > (running := cache.tiers.desk.num_running):
+        elif self._old_copies > (running := cache.tiers.copier.num_running):
             self.hit("completion after epoch change", self._old_copies - running)
             self._old_copies = running
         if result.must_recompute:

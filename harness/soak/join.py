@@ -21,7 +21,7 @@ from kvpact.harness.soak.config import SoakConfig, cache_config
 from kvpact.harness.soak.coverage import Coverage, CoveringJournal
 from kvpact.harness.soak.feed import Feed
 from kvpact.harness.soak.own_votes import OwnVotes
-from kvpact.harness.soak.process_faults import Mischief
+from kvpact.harness.soak.process_faults import ProcessFaults
 from kvpact.harness.verify.journals import journal_path
 
 __all__ = ["Joined", "faulty_pools", "join", "make_backend"]
@@ -36,20 +36,22 @@ class Joined:
     """
 
     def __init__(
-        self, rank: Rank, mischief: Mischief, coverage: Coverage, store: Store | None
+        self, rank: Rank, process_faults: ProcessFaults, coverage: Coverage, store: Store | None
     ) -> None:
         self.rank = rank
-        self.mischief = mischief
+        self.process_faults = process_faults
         self.coverage = coverage
         self.store = store
 
 
-def faulty_pools(config: SoakConfig, rank: int, mischief: Mischief) -> dict[Tier, PagePool]:
+def faulty_pools(
+    config: SoakConfig, rank: int, process_faults: ProcessFaults
+) -> dict[Tier, PagePool]:
     """The pools of ``rank``, whose reservations the plan may refuse."""
     host = "staging" if config.mode == "buffer_only" else "host"
     return {
-        Tier.DEVICE: FaultyPool("device", config.device_pages[rank], mischief.board),
-        Tier.HOST: FaultyPool(host, config.host_pages[rank], mischief.board),
+        Tier.DEVICE: FaultyPool("device", config.device_pages[rank], process_faults.board),
+        Tier.HOST: FaultyPool(host, config.host_pages[rank], process_faults.board),
     }
 
 
@@ -82,8 +84,10 @@ def join(
     )
     feed.begin_clock()
     stack.callback(membership.close)
-    mischief = Mischief(config.plan, feed.rank, config.fault_seed, feed.events.append, feed.now_s)
-    stack.callback(mischief.close)
+    process_faults = ProcessFaults(
+        config.plan, feed.rank, config.fault_seed, feed.events.append, feed.now_s
+    )
+    stack.callback(process_faults.close)
     backend = make_backend(config, feed.rank)
     first_slot = schema_of(cached).first_slot
 
@@ -95,18 +99,18 @@ def join(
         cached,
         group=_group(config, membership, host, port, first_slot),
         store=membership.store,
-        pools=faulty_pools(config, feed.rank, mischief),
+        pools=faulty_pools(config, feed.rank, process_faults),
         usable=membership.usable,
         make_mover=_make_mover,
         locator=membership.locator,
         journal=CoveringJournal(feed.rank, coverage, journal_path(config.journal, feed.rank)),
         beacon=membership.watch,
         regroup=None if config.backend == "nccl" else regroup,
-        plan_part=mischief.board.plan_part,
+        plan_part=process_faults.board.plan_part,
         device=config.device,
         workers=None
         if backend is None
-        else StorageWorkers(backend, plan_page=mischief.board.plan_page),
+        else StorageWorkers(backend, plan_page=process_faults.board.plan_page),
         backend=backend,
     )
     stack.callback(rank.close)
@@ -114,7 +118,7 @@ def join(
     stack.callback(membership.leave, LEAVE_S)
     if config.backend == "gloo":
         membership.watch_over(rank.cache.stepper)
-    return Joined(rank, mischief, coverage, membership.store)
+    return Joined(rank, process_faults, coverage, membership.store)
 
 
 def _make_mover(device: KVTensors, host: KVTensors, plan: PlanPart | None) -> Mover:

@@ -47,7 +47,7 @@ class SoakLoop:
         self.config = config
         self.rank = rank
         self.feed = feed
-        self.mischief = joined.mischief
+        self.process_faults = joined.process_faults
         self.coverage = joined.coverage
         self.is_ending = False
         self._store = joined.store
@@ -72,7 +72,7 @@ class SoakLoop:
             drain_s=config.drain_s + config.copy_timeout_s,
         )
         self.coverage.watch(rank.cache)
-        self.mischief.attach(rank.heal)
+        self.process_faults.attach(rank.heal)
 
     # -- before the step -------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class SoakLoop:
         if self.config.pace_ms:
             left_s = self.config.pace_ms / 1000 - (time.perf_counter() - self._entered)
             time.sleep(max(0.0, left_s))
-        self.mischief.before_step(step, self.rank.cache.tiers)
+        self.process_faults.before_step(step, self.rank.cache.tiers)
         self._entered = time.perf_counter()
 
     def _look_for_the_end(self, step: int) -> None:
@@ -103,7 +103,7 @@ class SoakLoop:
         if by_clock or (self._stop_at is not None and step > self._stop_at):
             self.is_ending = True
             self.feed.phase = "draining"
-            self.mischief.heal()
+            self.process_faults.heal()
             self.engine.drain()
 
     # -- after the step --------------------------------------------------------------------------

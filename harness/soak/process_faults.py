@@ -22,12 +22,13 @@ from kvpact.cache.copies.mover import NO_FAULT, Direction, Part, PartPlan
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.tree.node import Residency, Tier
 from kvpact.consensus.core.errors import Misuse
+from kvpact.harness.faults import board
 from kvpact.harness.faults.board import FaultBoard
 from kvpact.harness.faults.plan import FaultLine, Plan
 from kvpact.harness.scenario.model import Fault
 from kvpact.harness.soak.feed import FaultEvent
 
-__all__ = ["Mischief", "SoakBoard"]
+__all__ = ["ProcessFaults", "SoakBoard"]
 
 _COPY_SITES: Final = {Direction.TO_HOST: "write", Direction.TO_DEVICE: "load"}
 #: A process fault strikes within so long after its step began.
@@ -59,7 +60,7 @@ class SoakBoard(FaultBoard):
         super().heal()
         self._skews.clear()
 
-    def strike(self, site: str) -> Fault | None:
+    def strike(self, site: str) -> board.Fault | None:
         """As the board, and tells."""
         fault = super().strike(site)
         if fault is not None:
@@ -102,7 +103,7 @@ class _Schedule:
         return True
 
 
-class Mischief:
+class ProcessFaults:
     """The faults of one rank. ``tell`` gets every strike; ``clock_s`` is the loop's clock.
 
     ``is_simulated``: process and network faults are told as skipped, since all ranks share one

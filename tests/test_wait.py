@@ -11,7 +11,7 @@ import pytest
 from kvpact.consensus.core.errors import Misuse, StoreSilent
 from kvpact.consensus.epoch.closing import Closer
 from kvpact.consensus.epoch.report import LastSeen
-from kvpact.consensus.step.wait import Patience, StepLimits
+from kvpact.consensus.step.wait import StepLimits, VerdictWait
 
 LIMITS = StepLimits(warn_s=4.0, deadline_s=10.0, grace_s=0.5, slice_s=0.25, pause_s=100.0)
 STEP = 7
@@ -65,13 +65,15 @@ class Wait:
 
     def __init__(self, limits: StepLimits = LIMITS) -> None:
         self.around = Surroundings()
-        self.patience = Patience(1, (0, 1, 2), limits, self.around, lambda: self.around.now_s)
-        self.patience.begin(self.around.now_s)
+        self.verdict_wait = VerdictWait(
+            1, (0, 1, 2), limits, self.around, lambda: self.around.now_s
+        )
+        self.verdict_wait.begin(self.around.now_s)
 
     def at(self, seconds: float) -> str:
         """What comes of a look so many seconds after the wait began."""
         self.around.now_s = 1000.0 + seconds
-        return self.patience.look_around(STEP, self.around.now_s, cast("Closer", self.around))
+        return self.verdict_wait.look_around(STEP, self.around.now_s, cast("Closer", self.around))
 
     @property
     def asked(self) -> list[str]:
@@ -151,7 +153,7 @@ def test_it_gives_up_at_the_deadline_and_not_before() -> None:
     assert f"give up {STEP}" not in wait.asked
     assert wait.at(10.0) == "waited"
     assert wait.asked[-1] == f"give up {STEP}"
-    assert wait.patience.waited_s(wait.around.now_s) == 10.0
+    assert wait.verdict_wait.waited_s(wait.around.now_s) == 10.0
 
 
 def test_a_step_that_a_straggler_has_settled_has_a_second_deadline() -> None:
@@ -168,11 +170,11 @@ def test_the_next_wait_begins_anew() -> None:
     wait = Wait()
     wait.around.is_settled = True
     assert wait.at(10.0) == ""
-    wait.patience.begin(wait.around.now_s)
+    wait.verdict_wait.begin(wait.around.now_s)
     wait.around.is_settled = False
     assert wait.at(19.9) == ""
     assert wait.at(20.0) == "waited"
-    assert wait.patience.waited_s(1021.0) == 11.0
+    assert wait.verdict_wait.waited_s(1021.0) == 11.0
 
 
 # -- pauses ----------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def test_the_whole_deadline_begins_when_a_pause_has_ended() -> None:
     wait.around.paused = set()
     assert wait.at(39.9) == "", "counted from 30 s on"
     assert wait.at(40.0) == "waited"
-    assert wait.patience.waited_s(wait.around.now_s) == 40.0
+    assert wait.verdict_wait.waited_s(wait.around.now_s) == 40.0
 
 
 def test_a_pause_that_was_seen_is_looked_at_in_every_slice() -> None:
@@ -276,7 +278,7 @@ def test_each_wait_warns_for_itself(caplog: pytest.LogCaptureFixture) -> None:
     wait = Wait()
     with caplog.at_level(logging.WARNING, "kvpact"):
         assert wait.at(5.0) == ""
-        wait.patience.begin(1005.0)
+        wait.verdict_wait.begin(1005.0)
         assert wait.at(8.0) == ""
         assert len(caplog.messages) == 2, "one for each of the other ranks"
         assert wait.at(9.0) == ""

@@ -165,7 +165,7 @@ def test_every_rank_posts_every_iteration_once_across_a_reset(
     only(rank.posted for rank in world.ranks)
     for rank in world.ranks:
         assert rank.luggage.dropped == ["reset"]
-        assert rank.stepper.succession.num_resets == 1
+        assert rank.stepper.change.num_resets == 1
         assert rank.manager.epoch == 1
         assert [iteration for _, _, iteration in rank.posted] == list(range(1, world.iteration + 1))
         assert rank.manager.ledger.usable("a") >= 48, "the smallest of what they had"
@@ -255,8 +255,8 @@ def test_a_reset_is_journaled_logged_and_counted(
     with caplog.at_level("ERROR", "kvpact"):
         assert not world.run(lag + 4)
     for number, rank in enumerate(world.ranks):
-        succession = rank.stepper.succession
-        assert (succession.num_resets, succession.group_epoch, rank.manager.epoch) == (1, 1, 1)
+        change = rank.stepper.change
+        assert (change.num_resets, change.group_epoch, rank.manager.epoch) == (1, 1, 1)
         seals = [values for tag, values in told[number] if tag == "sealed"]
         assert len(seals) == 1
         assert seals[0][0] == "Divergence"
@@ -264,7 +264,7 @@ def test_a_reset_is_journaled_logged_and_counted(
         assert isinstance(old, EpochLink)
         assert isinstance(new, EpochLink)
         assert (old.is_closed, new.is_closed, new.base) == (True, False, 10_000)
-        incident = succession.incident
+        incident = change.incident
         assert incident is not None
         assert (incident.rank, incident.epoch, len(incident.reports)) == (number, 0, 3)
     assert sum("all ranks reset" in line for line in caplog.messages) == 3
@@ -282,7 +282,7 @@ def test_resets_are_forgiven_with_time(apart_s: float, resets: int) -> None:
             assert isinstance(one_error(list(errors.values())), Divergence)
             break
         world.net.now_s += apart_s
-    assert {rank.stepper.succession.num_resets for rank in world.ranks} == {resets}
+    assert {rank.stepper.change.num_resets for rank in world.ranks} == {resets}
 
 
 def test_only_a_detach_says_what_it_could_keep() -> None:
@@ -291,7 +291,7 @@ def test_only_a_detach_says_what_it_could_keep() -> None:
         assert not world.run(2)
         world.ranks[1].manager.note("evict", "host", 17)
         assert not world.run(3)
-        incident = world.ranks[0].stepper.succession.incident
+        incident = world.ranks[0].stepper.change.incident
         assert incident is not None
         assert [one.kept for one in incident.reports] == [expected] * 3
 
@@ -302,11 +302,11 @@ def test_what_is_observed_twice_is_told_twice() -> None:
     assert not world.run(2)
     world.ranks[1].manager.note("evict", "host", 17)
     assert not world.run(3)
-    assert [rank.stepper.succession.closer.round_number for rank in world.ranks] == [1] * 3
+    assert [rank.stepper.change.closer.round_number for rank in world.ranks] == [1] * 3
     for rank in world.ranks:
         rank.stepper.renew({"a": 50})
         # The keys of the first round in the store are used up as long as the group is the same.
-        assert rank.stepper.succession.closer.round_number == 1
+        assert rank.stepper.change.closer.round_number == 1
         assert rank.manager.epoch == 1
 
 
@@ -351,7 +351,7 @@ def test_who_does_not_come_to_a_new_epoch_is_waited_for_as_long_as_its_deadline(
 
 
 def test_who_was_missing_is_agreed() -> None:
-    """Rank 0 has lost patience before rank 2 came; rank 1 would have seen it come."""
+    """Rank 0 has lost verdict_wait before rank 2 came; rank 1 would have seen it come."""
     store = MemoryStore()
     openers = [
         Opener(store, "epoch/1", Introduction(r, {}, {"a": 1}), range(3), now_s=0.0, timeout_s=t)
@@ -399,7 +399,7 @@ def test_what_is_observed_is_told_once_and_a_stall_still_ends(lag: int) -> None:
     world.ranks[1].manager.note("evict", "host", 17)
     assert not world.run(lag + 6)
     for rank in world.ranks:
-        assert rank.stepper.succession.endings["Divergence"] == 1
+        assert rank.stepper.change.endings["Divergence"] == 1
         assert rank.manager.epoch == 0
     began = world.net.now_s
     errors = world.run(lag + 1, only_ranks=(0, 2))
@@ -443,7 +443,7 @@ def test_a_pause_has_a_limit_too() -> None:
     assert not world.run(3, order=(0, 1))
     world.net.is_paused = lambda rank: True
     limits = msgspec.structs.replace(LIMITS, pause_s=3.0)
-    world.ranks[0].stepper._patience._limits = limits
+    world.ranks[0].stepper._verdict_wait._limits = limits
     began = world.net.now_s
     errors = world.run(1, order=(0,))
     assert isinstance(errors[0], RankStalled)
