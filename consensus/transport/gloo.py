@@ -47,6 +47,7 @@ __all__ = [
     "NcclGroup",
     "RawStore",
     "Work",
+    "backends",
     "connect_tcp_store",
     "open_tcp_store",
     "serve_tcp_store",
@@ -61,6 +62,14 @@ ABORT_S = 1.0
 
 # The stubs lack most of what is used here, and some of what they have is wrong.
 _c10d: Any = torch.distributed
+
+
+def backends() -> tuple[str, ...]:
+    """Return the backends that this build of torch has, of those that kvpact can use."""
+    if not _c10d.is_available():
+        return ()
+    found = {"gloo": _c10d.is_gloo_available(), "nccl": _c10d.is_nccl_available()}
+    return tuple(name for name, is_there in found.items() if is_there)
 
 
 # ---------------------------------------------------------------------------------- raw store

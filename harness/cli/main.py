@@ -309,6 +309,35 @@ def generate_trace(
     return HOLDS
 
 
+@app.command()
+def doctor(
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="Meet the other hosts there: run it on all of them with one address.",
+        ),
+    ] = None,
+    *,
+    ranks: Annotated[
+        int | None, typer.Option(help="How many calls meet, one a rank.", show_default=False)
+    ] = None,
+    wait_s: Annotated[float, typer.Option(help="How long to wait for the others.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> int:
+    """Look whether this host is fit for a replica, and whether the hosts can meet."""
+    if ranks is not None and not 1 <= ranks <= 4096:
+        raise BadInput(f"--ranks: must be in 1..4096, got {ranks}")
+    if address is not None and ranks is None:
+        raise BadInput("--ranks: how many calls will meet there? Give the same number to all")
+    if not 1.0 <= wait_s <= 3600.0:
+        raise BadInput(f"--wait-s: must be in 1..3600, got {wait_s:g}")
+    from kvpact.harness.operate import doctor as doctors
+
+    return doctors.doctor(address, ranks, wait_s=wait_s, as_json=as_json)
+
+
 @app.command(
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
