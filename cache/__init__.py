@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvpact.cache.join import join_cache
     from kvpact.cache.memory.shape import KVShape
     from kvpact.cache.memory.tensors import KVTensors
+    from kvpact.cache.metrics import CacheMetrics, metrics
     from kvpact.cache.requests.table import RequestReport
     from kvpact.cache.requests.ticket import Ticket, TicketState
     from kvpact.cache.storage import BackendBase, Identity, open_backend
@@ -28,6 +29,7 @@ __all__ = [
     "BackendBase",
     "CacheConfig",
     "CacheEvent",
+    "CacheMetrics",
     "HierarchicalCache",
     "Identity",
     "InsertResult",
@@ -42,6 +44,7 @@ __all__ = [
     "TicketState",
     "Tier",
     "join_cache",
+    "metrics",
     "open_backend",
 ]
 
@@ -52,6 +55,7 @@ _HOMES = {
     "kvpact.cache.join": ("join_cache",),
     "kvpact.cache.memory.shape": ("KVShape",),
     "kvpact.cache.memory.tensors": ("KVTensors",),
+    "kvpact.cache.metrics": ("CacheMetrics", "metrics"),
     "kvpact.cache.requests.table": ("RequestReport",),
     "kvpact.cache.requests.ticket": ("Ticket", "TicketState"),
     "kvpact.cache.storage": ("BackendBase", "Identity", "open_backend"),

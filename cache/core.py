@@ -234,6 +234,9 @@ class CacheCore:
             "writes_submitted": submitted[Direction.TO_HOST],
             "loads_submitted": submitted[Direction.TO_DEVICE],
             "copies_wrong": self.tiers.copier.num_wrong,
+            "prompt_pages": self.requests.prompt_pages,
+            "device_hit_pages": self.requests.device_hit_pages,
+            "host_hit_pages": self.requests.host_hit_pages,
             "evicted_device": self.tiers.num_evicted[Tier.DEVICE],
             "evicted_host": self.tiers.num_evicted[Tier.HOST],
         }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import Protocol, Self
 
 from kvpact.cache.audit import audit
 from kvpact.cache.carryover import Carryover
@@ -50,6 +50,18 @@ __all__ = [
 ]
 
 
+class StepObserver(Protocol):
+    """Hears of every step, on the scheduler's thread; decides nothing."""
+
+    def began(self) -> None:
+        """A step begins."""
+        ...
+
+    def ended(self, result: StepResult) -> None:
+        """It has ended well."""
+        ...
+
+
 class HierarchicalCache:
     """One rank's part of the replica's cache.
 
@@ -79,6 +91,8 @@ class HierarchicalCache:
     ) -> None:
         self.config = config
         self._on_close = on_close
+        #: Who measures the steps (:func:`kvpact.metrics`); ``None``: nobody.
+        self.observer: StepObserver | None = None
         self.rank = group.rank
         self.journal = journal
         core = CacheCore(
@@ -138,6 +152,8 @@ class HierarchicalCache:
 
     def begin_step(self, iteration: int) -> None:
         """The first half of :meth:`step`, for callers that must not block."""
+        if self.observer is not None:
+            self.observer.began()
         self.stepper.begin(iteration)
 
     def poll_step(self) -> StepResult | None:
@@ -151,9 +167,12 @@ class HierarchicalCache:
         void, self.withdrawal.must_recompute = self.withdrawal.must_recompute, []
         lost, self.carryover.lost = self.carryover.lost, ()
         resets, self._num_resets = self._num_resets, self.stepper.change.num_resets
-        return StepResult(
+        result = StepResult(
             outcomes, tuple(dict.fromkeys(void)), lost, was_reset=resets != self._num_resets
         )
+        if self.observer is not None:
+            self.observer.ended(result)
+        return result
 
     def decide(self) -> StepResult:
         """An agreed call between two steps: decide now what was asked since the last one.

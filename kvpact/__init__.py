@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvpact.cache.join import join_cache
     from kvpact.cache.memory.shape import KVShape
     from kvpact.cache.memory.tensors import KVTensors
+    from kvpact.cache.metrics import CacheMetrics, metrics
     from kvpact.cache.requests.table import RequestReport
     from kvpact.cache.requests.ticket import Ticket, TicketState
     from kvpact.cache.storage import open_backend
@@ -44,6 +45,7 @@ __all__ = [
     "BadInput",
     "CacheConfig",
     "CacheEvent",
+    "CacheMetrics",
     "Divergence",
     "HierarchicalCache",
     "InsertResult",
@@ -70,6 +72,7 @@ __all__ = [
     "Tier",
     "__version__",
     "join_cache",
+    "metrics",
     "open_backend",
     "serve_tcp_store",
 ]
@@ -83,6 +86,7 @@ _HOMES = {
     "kvpact.cache.join": ("join_cache",),
     "kvpact.cache.memory.shape": ("KVShape",),
     "kvpact.cache.memory.tensors": ("KVTensors",),
+    "kvpact.cache.metrics": ("CacheMetrics", "metrics"),
     "kvpact.cache.requests.table": ("RequestReport",),
     "kvpact.cache.requests.ticket": ("Ticket", "TicketState"),
     "kvpact.cache.storage": ("open_backend",),

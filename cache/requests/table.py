@@ -85,6 +85,8 @@ class RequestTable:
         self._tree = tree
         self._live: dict[str, Request] = {}
         self.digest = 0
+        #: Of the requests that have ended: pages of their prompts, and how many were found.
+        self.prompt_pages = self.device_hit_pages = self.host_hit_pages = 0
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._live.values())
@@ -118,8 +120,11 @@ class RequestTable:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """It is not live any more; what it holds is somebody else's care."""
+        """Count ``request`` as ended; what it holds is somebody else's care."""
         del self._live[request.name]
+        self.prompt_pages += request.prompt_pages
+        self.device_hit_pages += request.device_hit_pages
+        self.host_hit_pages += request.host_hit_pages
         self.digest = (self.digest - _digest(request.name)) & MASK62
 
     def hold(self, request: Request, node: Node | None) -> None:
