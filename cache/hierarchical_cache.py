@@ -210,10 +210,14 @@ class HierarchicalCache:
     def request_load_back(
         self, request: str, match: Match, *, pages_max: int | None = None
     ) -> Ticket:
-        """Ask for what of ``match`` is on HOST only; ``step`` decides the length for all ranks."""
-        path = self.lookup.served(match.node.path() if match.node is not None else [])
+        """Ask for what of ``match`` is on HOST only; ``step`` decides the length for all ranks.
+
+        The match may be of an earlier step, or epoch: what it found is looked up again where it
+        has gone.
+        """
         self.journal.note("request_load_back", request)
-        if self.staged_loads is not None and match.tokens is not None:
+        path = self.lookup.path_of(match)
+        if self.staged_loads is not None:
             live = self.requests.open(request)
             return self.staged_loads.request(live, match.tokens, match.namespace, path)
         return self.load_back.request(self.requests.open(request), path, pages_max)

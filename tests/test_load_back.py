@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from kvpact.cache.requests.ticket import TicketState
+from kvpact.cache.requests.results import Match
+from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.tree.node import Residency, Tier
-from tests.cache_world import World, outcome
+from tests.cache_world import World, outcome, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 PENDING, READY, REFUSED = TicketState.PENDING, TicketState.READY, TicketState.REFUSED
@@ -238,3 +240,89 @@ def test_who_finds_no_slot_waits_in_line() -> None:
     for text in texts:
         world.abort(text)
     world.is_empty()
+
+
+# --- handles that are older than what they speak of ----------------------------------------------
+
+
+def load_held(world: World, matches: list[Match], request: str) -> list[Ticket]:
+    return [
+        cache.request_load_back(request, match)
+        for cache, match in zip(world.caches, matches, strict=True)
+    ]
+
+
+@LAGS
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_match_from_before_a_reset_reads_nothing_of_another_prompt(
+    lag: int, pinned: bool
+) -> None:
+    world = make_world(lag=lag)
+    matches = world.match("abcd", "r" if pinned else None)
+    world.each(lambda cache: cache.reset())
+    world.store("wxyz")  # has the pages by now
+    tickets = load_held(world, matches, "r")
+    assert outcome(tickets) == (REFUSED, 0)
+    assert world.each(lambda cache: cache.pages("r")) == [[], []]
+    world.check()
+    world.finish("r")
+    world.host_only("abcd")
+    matches = [msgspec.structs.replace(match, pages=[]) for match in matches]
+    tickets = load_held(world, matches, "again")
+    world.drain()
+    assert outcome(tickets) == (READY, 4), "what was computed anew since is found"
+    world.finish("again")
+    world.is_empty()
+
+
+def test_a_match_of_evicted_nodes_finds_what_is_there_in_their_place() -> None:
+    world = make_world()
+    matches = world.match("abcd")
+    world.evict(HOST, 100)
+    node = matches[0].node
+    assert node is not None
+    assert not world.caches[0].tree.has(node)
+    assert outcome(load_held(world, matches, "r")) == (REFUSED, 0)
+    world.host_only("abcd")
+    tickets = load_held(world, matches, "r")
+    world.drain()
+    assert outcome(tickets) == (READY, 4)
+    world.finish("r")
+    world.is_empty()
+
+
+def test_a_match_keeps_its_own_tokens() -> None:
+    world = make_world()
+    tokens = prompt("abcd")
+    matches = world.each(lambda cache: cache.match_prefix(tokens))
+    tokens[:] = 7  # the scheduler's buffer is used for another prompt
+    world.each(lambda cache: cache.reset())
+    world.host_only("abcd")
+    tickets = load_held(world, matches, "r")
+    world.drain()
+    assert outcome(tickets) == (READY, 4)
+
+
+def test_loads_of_before_a_reset_are_never_taken_for_newer_ones() -> None:
+    world = make_world()
+    world.fault(0, "load", "hang", times=1)
+    world.fault(1, "load", "hang", times=1)
+    world.load("abcd", "old")
+    world.step()
+    old = world.each(lambda cache: cache.start_loading(["old"]))
+    world.each(lambda cache: cache.reset())
+    assert all(old)
+    for cache, loads in zip(world.caches, old, strict=True):
+        assert not cache.wait_layer(0, loads, 0.0), "it still runs"
+        assert cache.start_loading(["old"]) == ()
+    world.abort("old")
+    world.host_only("wx")
+    world.load("wx", "new")
+    world.step()
+    new = world.each(lambda cache: cache.start_loading(["new"]))
+    for cache, before, after in zip(world.caches, old, new, strict=True):
+        assert not set(before) & set(after)
+        assert cache.wait_layer(0, after, 0.0)
+    world.heal()
+    world.drain()
+    world.finish("new")

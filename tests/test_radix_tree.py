@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpact.cache.tree.eviction import LeastRecentlyUsed
-from kvpact.cache.tree.node import Carriage, Node, Residency, Tier
+from kvpact.cache.tree.node import Carriage, Node, Presence, Residency, Standing, Tier
 from kvpact.cache.tree.radix_tree import RadixTree
 from kvpact.consensus.core.errors import InternalError, Misuse
 from tests.cache_world import PAGE_SIZE, no_note, prompt
@@ -349,3 +349,106 @@ def test_check_integrity_finds_what_is_wrong() -> None:
     node.device.pages.pop()
     with pytest.raises(InternalError, match="2 pages"):
         tree.check_integrity()
+
+
+def test_a_tree_knows_which_nodes_are_its_own() -> None:
+    tree, other = make_tree(), make_tree()
+    node, theirs = tree.insert(prompt("ab"))[-1], other.insert(prompt("ab"))[-1]
+    assert tree.has(node)
+    assert not tree.has(theirs)
+    upper = tree.split(node, 1)
+    assert tree.has(upper)
+    assert tree.has(node)
+    tree.delete(node)
+    assert not tree.has(node)
+    tree.clear()
+    tree.insert(prompt("ab"))
+    assert not tree.has(upper), "it is of the tree before"
+
+
+# --- a split divides every field ---------------------------------------------------------------
+
+
+def split_in_use() -> tuple[Node, Node, Node, Carriage, tuple[Carriage, ...]]:
+    """A node of 4 pages with something in every field, cut after 1: upper, lower, a child of the
+    lower one, the carriage that brings it to HOST, and the loads that it was computed on."""
+    tree = make_tree()
+    node = tree.insert(prompt("abcd"), "tenant", priority=3)[-1]
+    child = tree.insert(prompt("abcdx"), "tenant", priority=2)[-1]
+    tree.match(prompt("abcd"), "tenant")
+    tree.place(node, Tier.DEVICE, RESIDENT, [10, 11, 12, 13])
+    tree.place(child, Tier.DEVICE, RESIDENT, [14])
+    tree.place(node, Tier.HOST, RESERVED)
+    tree.pin(node, Tier.DEVICE)
+    tree.pin(child, Tier.DEVICE)
+    node.device.side = {"every": [(0, 20), (1, 21), (2, 22), (3, 23)], "last": [(3, 24)]}
+    node.keys = [b"a", b"b", b"c", b"d"]
+    node.hashes = [1, 2, 3, 4]
+    node.is_queued = node.is_stored = node.is_dropped = True
+    built_on = (Carriage(Tier.DEVICE, [], None),)
+    node.built_on = built_on
+    carriage = Carriage(Tier.HOST, [node], None)
+    carriage.attach()
+    upper = tree.split(node, 1)
+    tree.check_integrity()
+    return upper, node, child, carriage, built_on
+
+
+def plain(node: Node, name: str) -> object:
+    """A field in a form that can be compared."""
+    if name == "children":
+        return list(node.children.values())
+    return node.tokens.tolist() if name == "tokens" else getattr(node, name)
+
+
+def test_a_split_says_for_every_field_of_a_node_what_becomes_of_it() -> None:
+    upper, lower, child, carriage, built_on = split_in_use()
+    both: dict[str, tuple[object, object]] = {  # field: what the upper, and what the lower part has
+        "built_on": (built_on, built_on),
+        "carriages": ([carriage], [carriage]),
+        "children": ([lower], [child]),
+        "hashes": ([1], [2, 3, 4]),
+        "hits": (3, 3),
+        "is_alive": (True, True),
+        "is_dropped": (True, True),
+        "is_queued": (True, True),
+        "is_stored": (True, True),
+        "keys": ([b"a"], [b"b", b"c", b"d"]),
+        "last_access": (3, 3),
+        "namespace": ("tenant", "tenant"),
+        "node_id": (3, 1),
+        "num_pages": (1, 3),
+        "parent": (upper.parent, upper),
+        "priority": (3, 3),
+        "tokens": (prompt("a").tolist(), prompt("bcd").tolist()),
+    }
+    assert {*both, "device", "host"} == set(Node.__slots__), (
+        "say what a split does with a new field"
+    )
+    for name, (first, second) in both.items():
+        assert plain(upper, name) == first, name
+        assert plain(lower, name) == second, name
+    assert carriage.nodes == [upper, lower]
+
+
+def test_a_split_says_for_every_field_of_a_presence_what_becomes_of_it() -> None:
+    upper, lower, _, carriage, _ = split_in_use()
+    device: dict[str, tuple[object, object]] = {
+        "carriage": (None, None),
+        "num_children": (1, 1),
+        "num_stuck": (1, 1),
+        "pages": ([10], [11, 12, 13]),
+        "pins": (1, 1),
+        "side": (
+            {"every": [(0, 20)], "last": []},
+            {"every": [(0, 21), (1, 22), (2, 23)], "last": [(2, 24)]},
+        ),
+        "standing": (Standing.STUCK, Standing.STUCK),
+        "state": (RESIDENT, RESIDENT),
+    }
+    assert device.keys() == set(Presence.__slots__), "a new field: what of it?"
+    for name, expected in device.items():
+        assert (getattr(upper.device, name), getattr(lower.device, name)) == expected, name
+    assert (upper.host.carriage, lower.host.carriage) == (carriage, carriage)
+    assert (upper.host.state, lower.host.state) == (RESERVED, RESERVED)
+    assert (upper.host.num_children, lower.host.num_children) == (1, 0)

@@ -241,7 +241,7 @@ def test_a_broken_head_or_world_is_named(text: str, complaint: str) -> None:
     "text, complaint",
     [
         ('request = "c"', ": op: is missing; allowed: insert, load_back,"),
-        ('op = "push"', ": op: 'push' is not known; allowed: insert, load_back, prefetch, evict,"),
+        ('op = "push"', ": op: 'push' is not known; allowed: insert, load_back, match,"),
         ('op = ["step"]', ": op: ['step'] is not known"),
         ('op = "step"; count = 2', " (step): count: unknown key; allowed: op, ranks, raises, ti"),
         ('op = "step"; number = 2', " (step): number: unknown key; allowed: op, ranks, raises"),

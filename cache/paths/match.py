@@ -47,9 +47,21 @@ class Lookup:
             pages=[page for node in device for page in node.device.pages],
             device_pages=num_device,
             host_pages=sum(node.num_pages for node in path) - num_device,
-            tokens=tokens,
+            epoch=self._tiers.manager.epoch,
+            tokens=tokens.copy(),  # the caller's array may become another prompt's
             namespace=namespace,
         )
+
+    def path_of(self, match: Match) -> list[Node]:
+        """What of ``match`` can be served now: its own nodes, or what is there in their place.
+
+        A match of an earlier epoch, or of nodes that have left the tree, is looked up anew.
+        """
+        node = match.node
+        is_known = match.epoch == self._tiers.manager.epoch
+        if is_known and (node is None or self._tree.has(node)):
+            return self.served([] if node is None else node.path())
+        return self.served(self._tree.match(match.tokens, match.namespace))
 
     def peek(self, tokens: Tokens, namespace: str) -> dict[str, int]:
         """See :meth:`kvpact.cache.hierarchical_cache.HierarchicalCache.peek`."""

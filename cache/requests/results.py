@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from kvpact.cache.tree.node import Node, Tokens
 from kvpact.consensus.core.participant import Outcome
 
-__all__ = ["InsertResult", "Match", "StepResult"]
+__all__ = ["EMPTY", "InsertResult", "Match", "StepResult"]
+
+#: No tokens at all.
+EMPTY: Tokens = np.empty(0, dtype=np.int32)
 
 
 class Match(msgspec.Struct, frozen=True):
     """A prefix that can be served. Lengths in pages: ``host_pages`` lie beyond ``device_pages``.
 
-    ``pages`` are the device page indices of this rank, in order.
+    ``pages`` are the device page indices of this rank, in order: they are good for as long as a
+    request pins them, and no longer than ``epoch``. The rest may be used at any later time.
     """
 
     node: Node | None
     pages: list[int]
     device_pages: int
     host_pages: int
+    epoch: int
     storage_pages: int = 0
-    tokens: Tokens | None = None
+    tokens: Tokens = EMPTY
     namespace: str = ""
 
 

@@ -246,6 +246,13 @@ class RadixTree:
                 yield node
             stack.extend(reversed(list(node.children.values())))
 
+    def has(self, node: Node) -> bool:
+        """Whether ``node`` is in this tree now: neither deleted, nor of a tree before it."""
+        top = node
+        while top.parent is not None:
+            top = top.parent
+        return node.is_alive and self._roots.get(top.namespace) is top
+
     @property
     def clock(self) -> int:
         """The logical clock: grows with every match and insert."""

@@ -24,12 +24,14 @@ from kvpact.harness.scenario.model import (
     Heal,
     Insert,
     LoadBack,
+    LoadMatch,
     Prefetch,
     Ranges,
     Reset,
     Settle,
     Step,
     Take,
+    TakeMatch,
     World,
 )
 
@@ -43,6 +45,8 @@ _WEIGHTS: Final[dict[str, float]] = {
     "insert": 9,
     "load_back": 6,
     "evict": 4,
+    "match": 2,
+    "load_match": 2,
     "finish": 4,
     "abort": 2,
     "admit": 5,
@@ -75,6 +79,7 @@ class Workload:
         self._draw = draw
         self._world = world
         self._prompts: list[Ranges] = []
+        self._matched: list[str] = []
         self._num_branches = self._num_divergences = 0
         self._faults: dict[str, tuple[str, ...]] = {}
         self._kinds = dict.fromkeys(_WEIGHTS, True)
@@ -82,7 +87,7 @@ class Workload:
         uses = draw.choice(("both", "both", "inserts", "engine"))
         for kind in ("admit", "take", "compute", "free", "headroom"):
             self._kinds[kind] = uses != "inserts"
-        for kind in ("insert", "load_back"):
+        for kind in ("insert", "load_back", "match", "load_match"):
             self._kinds[kind] = uses != "engine"
         self._allow(world)
         # Each world has its own habits: uniform weights everywhere would make all worlds alike.
@@ -93,6 +98,8 @@ class Workload:
             "insert": self._insert,
             "load_back": self._load_back,
             "evict": self._evict,
+            "match": self._match,
+            "load_match": self._load_match,
             "finish": self._finish,
             "abort": self._abort,
             "admit": self._admit,
@@ -216,6 +223,22 @@ class Workload:
             tokens=self._known_prompt(),
             namespace=self._namespace(),
         )
+
+    def _match(self) -> Do:
+        """A handle that is used later: over steps, evictions, resets, detaches."""
+        name = self._request()
+        self._matched.append(name)
+        return TakeMatch(
+            number=0,
+            request=name,
+            tokens=self._known_prompt(),
+            pin=self._draw.random() < 0.3,
+            namespace=self._namespace(),
+        )
+
+    def _load_match(self) -> Do:
+        name = self._draw.choice(self._matched) if self._matched else ""
+        return LoadMatch(number=0, request=name) if name else self._match()
 
     def _reload(self) -> list[Do]:
         """What was backed up is evicted from the device and wanted back, maybe with a fault."""

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpact.cache.hierarchical_cache import StepResult
+from kvpact.cache.hierarchical_cache import Match, StepResult
 from kvpact.cache.memory.content import page_hashes
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.tree.node import Residency, Tier
@@ -42,12 +42,14 @@ from kvpact.harness.scenario.model import (
     Heal,
     Insert,
     LoadBack,
+    LoadMatch,
     Prefetch,
     Reset,
     Scenario,
     Settle,
     Step,
     Take,
+    TakeMatch,
     expand,
     parse_ranges,
 )
@@ -131,6 +133,7 @@ class Agent:
         self._entered_s = 0.0
         self._tickets: dict[str, Ticket] = {}
         self._fetches: dict[str, Ticket] = {}
+        self._matches: dict[str, Match] = {}
         self._holding: set[str] = set()
         self._engine = Engine(rank)
         self._listener = Listener(rank, _prompts(scenario))
@@ -167,6 +170,10 @@ class Agent:
                 self._insert(entry)
             case LoadBack():
                 self._load_back(entry)
+            case TakeMatch():
+                self._match(entry)
+            case LoadMatch():
+                self._load_match(entry)
             case Prefetch():
                 self._prefetch(entry)
             case Evict():
@@ -256,6 +263,31 @@ class Agent:
         )
         self._tickets[entry.request] = self.cache.request_load_back(entry.request, match)
         self._let_go()
+
+    def _match(self, entry: TakeMatch) -> None:
+        pin = entry.request if entry.pin else None
+        tokens = expand(entry.tokens)
+        self._matches[entry.request] = self.cache.match_prefix(
+            tokens, namespace=entry.namespace, request=pin
+        )
+        tokens[:] = -1  # the caller's buffer is its own: it may be another prompt's by now
+
+    def _load_match(self, entry: LoadMatch) -> None:
+        match = self._matches.pop(entry.request, None)
+        if match is not None:
+            self._tickets[entry.request] = self.cache.request_load_back(entry.request, match)
+            self.record.broken += self._other_prompts(entry.request, match)
+            self._let_go()
+
+    def _other_prompts(self, name: str, match: Match) -> list[str]:
+        """What the request of a kept match holds, where it is not the start of that prompt."""
+        live = self.cache.requests.require(name)
+        held = [] if live.held is None else live.held.path()
+        tokens = [int(token) for node in held for token in node.tokens]
+        spaces = {node.namespace for node in held} - {match.namespace}
+        if tokens == match.tokens[: len(tokens)].tolist() and not spaces:
+            return []
+        return [f"rank {self.record.rank}: request {name} holds another prompt than it matched"]
 
     def _let_go(self) -> None:
         """A load-back holds its prefix until it is decided, not longer: nobody computes here."""
@@ -421,7 +453,7 @@ def _prompts(scenario: Scenario) -> list[tuple[NDArray[np.int32], str]]:
     prompts = [
         (entry.tokens, entry.namespace)
         for entry in scenario.do
-        if isinstance(entry, Insert | LoadBack | Prefetch | Admit)
+        if isinstance(entry, Insert | LoadBack | Prefetch | Admit | TakeMatch)
     ]
     return [(expand(tokens), namespace) for tokens, namespace in dict.fromkeys(prompts)]
 

@@ -40,6 +40,7 @@ __all__ = [
     "Heal",
     "Insert",
     "LoadBack",
+    "LoadMatch",
     "Mode",
     "Prefetch",
     "Raises",
@@ -50,6 +51,7 @@ __all__ = [
     "SidePool",
     "Step",
     "Take",
+    "TakeMatch",
     "World",
     "actions",
     "expand",
@@ -179,6 +181,22 @@ class LoadBack(Entry, frozen=True, kw_only=True, tag="load_back"):
     request: Name
     tokens: Ranges
     namespace: str = ""
+
+
+class TakeMatch(Entry, frozen=True, kw_only=True, tag="match"):
+    """Match, and keep the handle for a later ``load_match``; with ``pin`` the request lives from
+    now on, and pins what is on DEVICE, until ``finish`` or ``abort``."""
+
+    request: Name
+    tokens: Ranges
+    pin: bool = False
+    namespace: str = ""
+
+
+class LoadMatch(Entry, frozen=True, kw_only=True, tag="load_match"):
+    """Propose loading what of the request's kept match is on HOST, whatever happened meanwhile."""
+
+    request: Name
 
 
 class Prefetch(Entry, frozen=True, kw_only=True, tag="prefetch"):
@@ -315,6 +333,8 @@ class Expect(Entry, frozen=True, kw_only=True, tag="expect"):
 Do = (
     Insert
     | LoadBack
+    | TakeMatch
+    | LoadMatch
     | Prefetch
     | Evict
     | Finish

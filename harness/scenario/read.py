@@ -173,6 +173,10 @@ def _entry(
     _check_common(entry, place, world)
     if isinstance(entry, model.Fault):
         _check_fault(entry, place, world)
+    if isinstance(entry, model.LoadMatch):
+        matched = [one.request for one in before if isinstance(one, model.TakeMatch)]
+        if entry.request not in matched:
+            place.wrong("request", f"no earlier match names {entry.request!r}")
     if isinstance(entry, model.Decide) and world.pp > 1:
         place.wrong("op", "would deadlock against the activations of pipeline stages (pp > 1)")
     return entry
@@ -250,11 +254,12 @@ def _read_tokens(table: _Table, place: Place, page_size: int, before: Sequence[m
     if isinstance(table.get("right_bytes"), list):
         for index, prefix in enumerate(table["right_bytes"]):
             _ranges(prefix, f"right_bytes[{index}]", place, page_size)
-    for key, kind in (("loaded", model.LoadBack), ("prefetched", model.Prefetch)):
-        known = [entry.request for entry in before if isinstance(entry, kind)]
+    loads = [one.request for one in before if isinstance(one, model.LoadBack | model.LoadMatch)]
+    fetches = [one.request for one in before if isinstance(one, model.Prefetch)]
+    for key, kind, known in (("loaded", "load_back", loads), ("prefetched", "prefetch", fetches)):
         for request, value in _members(table, key, place):
             if request not in known:
-                place.wrong(f"{key}.{request}", f"no earlier {kind.__struct_config__.tag} names it")
+                place.wrong(f"{key}.{request}", f"no earlier {kind} names it")
             _tokens(value, f"{key}.{request}", place, page_size)
 
 

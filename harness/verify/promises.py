@@ -29,6 +29,7 @@ def broken_promises(cache: HierarchicalCache, nodes: Iterable[Node] | None = Non
     walked = cache.tree.nodes() if nodes is None else nodes
     found = [line for node in walked for line in _node(cache, node)]
     found += [line for intent in cache.manager.open_intents for line in _intent(cache, intent)]
+    found += _held(cache)
     found += _bounds(cache)
     where = f"rank {cache.rank}, after step {cache.manager.step}"
     return [f"{where}: {line}" for line in found]
@@ -81,6 +82,15 @@ def _node(cache: HierarchicalCache, node: Node) -> list[str]:
     if is_nowhere and not node.children:
         found.append(f"{node!r} is a leaf in no tier")
     return found
+
+
+def _held(cache: HierarchicalCache) -> list[str]:
+    """Requests that pin nodes of a tree that is gone."""
+    return [
+        f"request {request.name} holds {request.held!r}, which is not in the tree"
+        for request in cache.requests
+        if request.held is not None and request.held.is_alive and not cache.tree.has(request.held)
+    ]
 
 
 def _is_doomed(intent: Intent) -> bool:
