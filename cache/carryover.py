@@ -4,6 +4,11 @@
 tree, given back when their request ends. ``detach``: what every rank has on the device stays, in a
 tree that is built anew; the other tiers are off from then on.
 Copies of the old epoch may still run; the pages they touch stay in limbo until they have ended.
+
+Ranks that differed may differ in anything. So an epoch begins with what all ranks computed from
+the seal, and agreed on when they met: what is kept, the lost requests, usable pages, the wanted
+headroom, whether storage is attached. All else begins as in a new cache. The first decision of the
+epoch is a digest of it, so that its first ballot proves it equal.
 """
 
 from __future__ import annotations
@@ -11,13 +16,19 @@ from __future__ import annotations
 from itertools import takewhile
 
 import numpy as np
+import xxhash
 
 from kvpact.cache.core import CacheCore
 from kvpact.cache.memory.content import page_hashes
 from kvpact.cache.tree.node import Node, Residency, Tier, Tokens
+from kvpact.consensus.core.ballot import MASK62
 from kvpact.consensus.epoch.report import Seal
 
 __all__ = ["Carryover"]
+
+#: Agreed when an epoch opens, beside the usable pages of each pool; the MIN over the ranks counts.
+_HEADROOM = "headroom wanted"
+_ATTACHED = "storage attached"
 
 
 class _Page:
@@ -76,9 +87,16 @@ class Carryover:
         return found
 
     def usable(self) -> dict[str, int]:
-        """Pages per pool that this rank can use: capacity less limbo and orphans."""
-        pools = self._core.manager.schema.pools
-        return {pool: self._core.usable(pool) for pool in pools}
+        """Pages per pool that this rank can use: capacity less limbo and orphans.
+
+        And what else must be one value on all ranks when the next epoch begins.
+        """
+        core = self._core
+        usable = {pool: core.usable(pool) for pool in core.manager.schema.pools}
+        usable[_HEADROOM] = core.engine_pages.expected
+        if core.storage is not None:
+            usable[_ATTACHED] = int(core.storage.is_attached)
+        return usable
 
     def pools(self) -> dict[str, dict[str, int]]:
         """What is in each pool."""
@@ -228,14 +246,45 @@ class Carryover:
         return longest[::-1]
 
     def restart(self, epoch: int, usable: dict[str, int]) -> None:
-        """Begin ``epoch`` with ``usable`` pages; what was kept is charged again."""
+        """Begin ``epoch`` with ``usable`` pages; what was kept is charged again.
+
+        An ordered reset agrees on nothing: ranks that are equal stay so.
+        """
         core = self._core
-        core.manager.begin_epoch(epoch, usable)
+        agreed = dict(usable)
+        core.engine_pages.expect(agreed.pop(_HEADROOM, core.engine_pages.expected))
+        if core.storage is not None:
+            core.storage.resume(attached=bool(agreed.pop(_ATTACHED, core.storage.is_attached)))
+        core.manager.begin_epoch(epoch, agreed)
         pages = sum(len(node.device.pages) for node in core.tree.nodes())
         pages += sum(len(request.private) for request in core.requests)
         core.manager.ledger.charge(Tier.DEVICE.value, pages)
         for name, owned in core.tiers.side.owned(list(core.tree.nodes()), []).items():
             core.manager.ledger.charge(name, len(owned))
+        core.manager.note("start", self._start_digest())
+
+    def _start_digest(self) -> int:
+        """A number that is equal on two ranks that begin this epoch with the same state."""
+        core, digest = self._core, xxhash.xxh3_64()
+        for node in core.tree.nodes():
+            if node.parent is not None:
+                at = (node.node_id, node.parent.node_id, node.namespace, node.num_pages)
+                digest.update(repr(at).encode())
+                digest.update(node.tokens.tobytes())
+        for request in sorted(core.requests, key=lambda one: one.name):
+            held = -1 if request.held is None else request.held.node_id
+            owned = (request.name, held, len(request.private), request.must_recompute)
+            digest.update(repr(owned).encode("utf-8", "backslashreplace"))
+        ledger, attached = (
+            core.manager.ledger,
+            core.storage is not None and core.storage.is_attached,
+        )
+        pools = [
+            (name, ledger.usable(name), ledger.charged(name)) for name in core.manager.schema.pools
+        ]
+        state = (pools, core.engine_pages.expected, attached, core.is_detached)
+        digest.update(repr(state).encode())
+        return digest.intdigest() & MASK62
 
 
 def _begins(tokens: Tokens, start: Tokens) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sized
+from typing import cast
+
 import pytest
 
+from kvpact.cache.hierarchical_cache import HierarchicalCache
 from kvpact.cache.requests.ticket import TicketState
 from kvpact.cache.tree.node import STORAGE, Tier
 from kvpact.harness.verify.promises import leftovers
-from tests.cache_world import World, outcome
+from tests.cache_world import World, outcome, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 LAGS = pytest.mark.parametrize("lag", [0, 1, 2])
@@ -204,3 +209,83 @@ def test_detach_from_buffer_only_with_everything_open() -> None:
     assert world.free_pages(HOST) == [16] * 3
     assert world.evict(DEVICE, 100) == 6
     world.is_empty()
+
+
+# -- a fresh start ---------------------------------------------------------------------------------
+
+# What one rank alone may have done, each an agreed call that the others did not make.
+ALONE: dict[str, Callable[[HierarchicalCache], object]] = {
+    "another headroom": lambda cache: cache.expect_pages(5),
+    "no headroom": lambda cache: cache.expect_pages(0),
+    "asked for pages": lambda cache: cache.request_pages("s", 2),
+    "asked and got away": lambda cache: (cache.request_pages("s", 1), cache.abort("s")),
+    "allocated": lambda cache: cache.allocate("r", 1),
+    "evicted": lambda cache: cache.evict(DEVICE, 1),
+    "matched": lambda cache: cache.match_prefix(prompt("abcd"), request="t"),
+    "fetched": lambda cache: cache.prefetch("p", prompt("mnop")),
+    "detached storage": lambda cache: cache.detach_storage(),
+    "emptied storage": lambda cache: cache.clear_storage(),
+    "inserted": lambda cache: cache.propose_insert("q", prompt("uv")),
+}
+
+
+@pytest.mark.parametrize("policy", ["reset", "detach"])
+@pytest.mark.parametrize("call", ALONE)
+@pytest.mark.parametrize("lag", [0, 3])
+def test_what_one_rank_did_alone_does_not_part_them_again(call: str, policy: str, lag: int) -> None:
+    world = World(
+        3, lag=lag, policy=policy, deadline_s=1.0, warn_s=0.5, storage=True, headroom_pages=2
+    )
+    world.store("abcd")
+    assert world.put("ab", "r", hold=True)
+    world.drain()
+    ALONE[call](world.caches[1])
+    world.checks = False
+    world.step_all(2 + lag)
+    world.checks = True
+    for request in ("r", "s", "t", "p", "q"):
+        world.abort(request)
+    for text in ("abcd", "wx", "yz"):
+        world.store(text)
+    world.step_all(3)
+    endings = world.same(lambda cache: dict(cache.stepper.change.endings))
+    assert endings == {"Divergence": 1}
+
+
+def state(thing: object) -> dict[str, int | str | None]:
+    """The own state of a path, containers by their length; no counts since the process began."""
+    found: dict[str, int | str | None] = {}
+    for name, value in vars(thing).items():
+        if isinstance(value, (int, str, type(None))) and not name.startswith("num_"):
+            found[name] = value
+        elif isinstance(value, (list, dict, set, deque)):
+            found[name] = len(cast("Sized", value))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["write_through", "write_back", "buffer_only"])
+def test_after_a_reset_all_state_is_that_of_a_new_cache(mode: str) -> None:
+    def build() -> World:
+        return World(mode=mode, storage=True, headroom_pages=2, device_pages=12)
+
+    world = build()
+    world.fault(0, "write", "delay", steps=3)
+    for text in ("abcd", "efgh", "abxy", "mn", "ijkl"):
+        world.put(text, text)
+        world.step()
+    world.each(lambda cache: cache.request_pages("waits", 3))
+    world.each(lambda cache: cache.request_pages("for ever", 12))
+    world.fetch("qrst", "q")
+    world.step()
+    for request in list(world.caches[0].requests):
+        world.abort(request.name)
+    reset(world)
+    new = build()
+    for cache in new.caches:
+        cache.stepper.renew(dict.fromkeys(cache.manager.schema.pools, 0))
+    for used, fresh in zip(world.caches, new.caches, strict=True):
+        for path, other in zip(used._core.paths(), fresh._core.paths(), strict=True):
+            assert state(path) == state(other), type(path).__name__
+        assert used.requests.digest == fresh.requests.digest
+        assert (used.manager.step, used.manager.clock_ms) == (0, 0)
+        assert list(used.tree.nodes())[1:] == list(fresh.tree.nodes())[1:] == []

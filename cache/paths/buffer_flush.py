@@ -287,6 +287,7 @@ class BufferFlush(Backup):
         self._queue.clear()
         self._deferred.clear()
         self._staged.clear()
+        self._num_written = 0
 
 
 def _queued_path(node: Node) -> list[Node]:

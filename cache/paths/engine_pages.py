@@ -37,6 +37,11 @@ class EnginePages:
 
     # -- calls -----------------------------------------------------------------------------------
 
+    @property
+    def expected(self) -> int:
+        """Pages of headroom that the engine wants: agreed."""
+        return self._target
+
     def expect(self, num_pages: int) -> None:
         """The engine will take at most so many pages at once until lag + 1 steps from now."""
         self._target = num_pages
@@ -196,6 +201,7 @@ class EnginePages:
         self._reserved.clear()
         self._top_up = None
         self._stock.clear()
+        self._num_asked = 0
 
     def held_pages(self) -> list[int]:
         """Device pages of this rank in the headroom and in open intents."""

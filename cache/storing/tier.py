@@ -123,6 +123,10 @@ class StorageTier:
         if self.state is StorageState.CLEARING:
             self.state = StorageState.ATTACHED
 
+    def resume(self, *, attached: bool) -> None:
+        """Begin an epoch in a state that all ranks agreed on: nothing is open in it."""
+        self.state = StorageState.ATTACHED if attached else StorageState.DETACHED
+
     def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""
         self.storing.clear()
