@@ -317,7 +317,7 @@ class LoadBack:
         self._tiers.hollow(carriage.nodes)  # their copy on HOST may be gone meanwhile
 
     def ended(self, intent: Intent) -> None:
-        """Unpin; what did not arrive everywhere is taken back, and what builds on it."""
+        """Unpin; what did not arrive everywhere is taken back, with its source on HOST."""
         carriage = self._carriages.pop(intent.serial)
         tiers = self._tiers
         good = _kv_pages(intent, intent.result) if intent.state is State.DONE else 0
@@ -325,6 +325,8 @@ class LoadBack:
         failed = [n for n in carriage.nodes if n.device.carriage is carriage and n not in arrived]
         if failed:
             self._withdrawal.retract_load(failed[0], carriage)
+            given_up = intent.state is State.QUARANTINED
+            self._withdrawal.retract_source(failed[0], is_read=given_up)
         tiers.tree.unpin_path(carriage.anchor, Tier.DEVICE)
         for node in carriage.detach():
             if node in arrived:

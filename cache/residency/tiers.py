@@ -140,13 +140,21 @@ class Tiers:
 
     # -- pages -----------------------------------------------------------------------------------
 
-    def free(self, tier: Tier, pages: Sequence[int]) -> None:
-        """Pages that were charged as held come back, here and in the ledger."""
-        self.pools[tier].free(pages)
-        self.manager.ledger.refund(tier.value, len(pages))
+    def free(self, tier: Tier, pages: Sequence[int], *, is_read: bool = False) -> None:
+        """Pages that were charged as held come back, here and in the ledger.
 
-    def drop(self, node: Node, tier: Tier) -> None:
-        """Take a published node out of ``tier``.
+        ``is_read``: a copy that was given up may still read them on some rank, so plans may count
+        on them only after a ballot that every rank posts from now on.
+        """
+        self.pools[tier].free(pages)
+        manager = self.manager
+        if is_read:
+            manager.ledger.cool(manager.settled_step + manager.lag + 1, tier.value, len(pages))
+        else:
+            manager.ledger.refund(tier.value, len(pages))
+
+    def drop(self, node: Node, tier: Tier, *, is_read: bool = False) -> None:
+        """Take a published node out of ``tier``; ``is_read`` as in :meth:`free`.
 
         Its pages are freed unless its carriage is still open: then they are freed with that.
         """
@@ -154,7 +162,7 @@ class Tiers:
         pages, carriage = presence.pages, presence.carriage
         self.tree.place(node, tier, Residency.ABSENT)
         if carriage is None:
-            self.free(tier, pages)
+            self.free(tier, pages, is_read=is_read)
         if presence.side:
             self.side.drop(presence, tier, self.manager.ledger, owned=carriage is None)
         self._hollow.append(node)

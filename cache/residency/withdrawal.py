@@ -34,6 +34,16 @@ class Withdrawal:
         for below in _leaves_first(node):
             self._retract(below, Tier.HOST)
 
+    def retract_source(self, node: Node, *, is_read: bool) -> None:
+        """Take ``node`` off HOST on every rank: a load of it failed, so it is not offered again.
+
+        What lies below it could not be reached any more, and goes with it. ``is_read``: some rank
+        has given the copy up, and it may still read the pages there. The next insert that touches
+        a node backs it up again.
+        """
+        for below in _leaves_first(node):
+            self._retract(below, Tier.HOST, is_read=is_read)
+
     def retract_load(self, node: Node, load: Carriage) -> None:
         """The load that brought ``node`` to DEVICE failed: take it and what is below it off again.
 
@@ -49,14 +59,14 @@ class Withdrawal:
                     self.retract_host(below)  # with older copies below it: nobody could reach them
             self._retract(below, Tier.DEVICE)
 
-    def _retract(self, node: Node, tier: Tier) -> None:
+    def _retract(self, node: Node, tier: Tier, *, is_read: bool = False) -> None:
         presence = node.at(tier)
         carriage = presence.carriage
         if carriage is not None and carriage.intent is not None:
             self._tiers.manager.withdraw(carriage.intent)
         if presence.is_published:
             self._tiers.manager.note("retract", tier.value, node.node_id)
-            self._tiers.drop(node, tier)
+            self._tiers.drop(node, tier, is_read=is_read)
             presence.carriage = None
             if tier is Tier.HOST:
                 _void(node)
