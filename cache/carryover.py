@@ -282,8 +282,8 @@ class Carryover:
         pools = [
             (name, ledger.usable(name), ledger.charged(name)) for name in core.manager.schema.pools
         ]
-        state = (pools, core.engine_pages.expected, attached, core.is_detached)
-        digest.update(repr(state).encode())
+        state = (pools, core.engine_pages.expected, attached, core.is_detached, core.weights)
+        digest.update(repr(state).encode("utf-8", "backslashreplace"))
         return digest.intdigest() & MASK62
 
 

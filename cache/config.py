@@ -40,6 +40,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``prefetch_policy`` and ``prefetch_timeout_s`` (agreed clock) say when a prefetch is done.
     ``storage_queue_pages`` bounds what is on its way to storage. ``events_max`` bounds the events
     kept for :meth:`HierarchicalCache.events` (0: none are made).
+    ``weights`` is the version of the weights that the ranks start with; see
+    :meth:`HierarchicalCache.new_weights`. A rank that starts with another is refused.
     ``headroom_pages`` are kept reserved and voted for :meth:`HierarchicalCache.allocate`.
     ``evicts_whole_nodes``: an eviction takes whole nodes instead of trimming the last one.
     ``load_back_minimum_pages``: shorter load-backs are not worth it, their tokens are recomputed.
@@ -55,6 +57,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_shape: KVShape = KVShape(layers=2, heads=1, dim=8)
     lag: int = 0
     pipeline_stages: int = 1
+    weights: str = ""
     num_slots: int = 256
     headroom_pages: int = 0
     evicts_whole_nodes: bool = False

@@ -84,6 +84,7 @@ class CacheCore:
             journal=journal,
             usable={pool: partial(self.usable, pool) for pool in schema.pools},
         )
+        self.weights = config.weights
         self.side = SidePools(side)
         copier = Copier(mover, pools, verifies=config.verifies_copies, side=side)
         whole = config.evicts_whole_nodes

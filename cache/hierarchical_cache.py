@@ -421,6 +421,26 @@ class HierarchicalCache:
         self.stepper.renew(usable)
         self._num_ordered += 1
 
+    def new_weights(self, version: str) -> None:
+        """An agreed call: the engine computes with weights ``version`` from now on.
+
+        Nothing that other weights computed is served again: device and host are emptied as by
+        :meth:`reset`, and the keys of storage change. Call it when no forward of the old weights
+        is under way. Raises :class:`Misuse` where ``version`` is empty or no text.
+        """
+        if not isinstance(version, str) or not version.isprintable() or not version:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise Misuse(f"new_weights needs a version: printable text, not {version!r}")
+        self._core.weights = version
+        if self.storage is not None:
+            self.storage.io.change_weights(version)
+            self._core.event_log.cleared(STORAGE)
+        self.reset()
+
+    @property
+    def weights(self) -> str:
+        """The version of the weights that compute the pages: agreed."""
+        return self._core.weights
+
     def paused(self, reason: str) -> AbstractContextManager[None]:
         """While it lasts the others wait beyond their deadline, and no copy times out."""
         return self.stepper.paused(reason)

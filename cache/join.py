@@ -83,7 +83,8 @@ def join_cache(
             parts.callback(backend.close)
             workers = StorageWorkers(backend)
             parts.callback(workers.close)
-            storage = StorageIo(workers, PageKeys(identity), pools[Tier.HOST], tensors[Tier.HOST])
+            keys = PageKeys(identity, config.weights)
+            storage = StorageIo(workers, keys, pools[Tier.HOST], tensors[Tier.HOST])
         membership = join_replica(
             config, host, port, name=name, rank=rank, ranks=ranks, start_timeout_s=start_timeout_s
         )

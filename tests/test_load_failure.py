@@ -179,6 +179,9 @@ def test_a_load_that_hangs_is_given_up_by_all(lag: int) -> None:
         assert [o.kind for o in results[0].outcomes] == [o.kind for o in results[1].outcomes]
         kinds += [o.kind for o in results[0].outcomes]
         void += results[0].must_recompute
+        for tier in (DEVICE, HOST):  # no plan counts on pages that the copy may still touch
+            room = world.same(lambda cache, tier=tier: cache.manager.room(tier.value))
+            assert room <= min(world.free_pages(tier))
     assert kinds == [OutcomeKind.COMMIT, OutcomeKind.QUARANTINE]
     assert void == ["load"]
     assert world.peek("abcd") == {"device": 0, "host": 0, "usable": 0}

@@ -27,7 +27,7 @@ class StorageIo:
         self, workers: Workers, keys: PageKeys, pool: PagePool, tensors: KVTensors
     ) -> None:
         self.workers = workers
-        self._keys = keys
+        self.keys = keys
         self._pool = pool
         self._tensors = tensors
         self._open: dict[int, tuple[list[int], Callable[[StorageEnding], None]]] = {}
@@ -37,6 +37,10 @@ class StorageIo:
     def room(self) -> int:
         """Requests that can still be taken."""
         return self.workers.room
+
+    def change_weights(self, version: str) -> None:
+        """From now on pages are computed by weights ``version``; the tree must be empty."""
+        self.keys = PageKeys(self.keys.identity, version)
 
     def keys_of(self, node: Node) -> list[bytes]:
         """The content keys of the pages of ``node``; computed once and kept with it."""
@@ -48,13 +52,13 @@ class StorageIo:
         for below in reversed(chain):
             above = below.parent
             known = above.keys if above is not None else []
-            parent = known[-1] if known else self._keys.start(below.namespace)
-            below.keys = self._keys.extend(parent, below.tokens)
+            parent = known[-1] if known else self.keys.start(below.namespace)
+            below.keys = self.keys.extend(parent, below.tokens)
         return node.keys
 
     def keys_from(self, tokens: Tokens, namespace: str) -> list[bytes]:
         """The content keys of the whole pages of a prompt."""
-        return self._keys.of(tokens, namespace)
+        return self.keys.of(tokens, namespace)
 
     def put(self, keys: Sequence[bytes], pages: list[int], on_end: OnEnd) -> bool:
         """Write ``pages`` of the host pool under ``keys``; False: the workers are busy.

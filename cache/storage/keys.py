@@ -1,8 +1,9 @@
 """What a page is called in storage: a cryptographic hash, chained over its prefix.
 
-The key of page ``i`` covers every token up to the end of that page, the tenant's namespace, and
-the `Identity`: everything that decides the bytes of a page. So equal keys mean equal prefixes, on
-the same rank of the same world, and one tenant can neither guess nor forge another's key.
+The key of page ``i`` covers every token up to the end of that page, the tenant's namespace, the
+version of the weights, and the `Identity`: everything that decides the bytes of a page. So equal
+keys mean equal prefixes, on the same rank of the same world, and one tenant can neither guess nor
+forge another's key. A LoRA adapter is part of the namespace: ``tenant/adapter@version``.
 
 SHA-256 of the standard library (OpenSSL): collisions cannot be made on purpose, which tenants who
 share a storage need, and with the CPU's own instructions it was the fastest of those measured
@@ -25,6 +26,9 @@ KEY_BYTES = 32
 
 _DOMAIN = b"kvpact page key 1\0"
 """Changed whenever a key or a page is made differently, so that old storage is never misread."""
+
+
+_WEIGHTS = b"weights\0"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +67,20 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageKeys:
-    """Makes the keys of one rank. Stateless: a chain goes on from the key of the page before."""
+    """Makes the keys of one rank. Stateless: a chain goes on from the key of the page before.
 
-    __slots__ = ("_digest", "identity")
+    ``weights`` is the version of the weights that compute the pages: pages of another version have
+    other keys, so that they are never found.
+    """
 
-    def __init__(self, identity: Identity) -> None:
+    __slots__ = ("_digest", "identity", "weights")
+
+    def __init__(self, identity: Identity, weights: str = "") -> None:
         self.identity = identity
+        self.weights = weights
         self._digest = identity.digest
+        if weights:
+            self._digest = hashlib.sha256(self._digest + _WEIGHTS + weights.encode()).digest()
 
     def start(self, namespace: str = "") -> bytes:
         """What the first page of a prompt of ``namespace`` chains on; it is no page's key."""

@@ -25,6 +25,7 @@ from kvpact.harness.scenario.model import (
     Insert,
     LoadBack,
     LoadMatch,
+    NewWeights,
     Prefetch,
     Ranges,
     Reset,
@@ -59,6 +60,7 @@ _WEIGHTS: Final[dict[str, float]] = {
     "detach": 0.5,
     "attach": 1,
     "reset": 0.3,
+    "new_weights": 0.3,
     "diverge": 0.5,
     "step": 10,
     "decide": 1,
@@ -117,6 +119,7 @@ class Workload:
             "attach": lambda: AttachStorage(number=0),
             "detach": lambda: DetachStorage(number=0),
             "reset": lambda: Reset(number=0),
+            "new_weights": lambda: NewWeights(number=0, version=str(draw.randint(1, 3))),
             "diverge": self._diverge,
         }
 
@@ -129,6 +132,7 @@ class Workload:
             kinds["attach"] = kinds["detach"] = False
         kinds["decide"] = world.pp == 1
         kinds["reset"] = draw.random() < 0.2
+        kinds["new_weights"] = draw.random() < 0.2
         kinds["diverge"] = world.policy in ("reset", "detach") and kinds["fault"]
         if world.side_pools:  # the engine's own pages cannot be inserted beside side pools
             kinds["insert"] = kinds["load_back"] = True

@@ -21,7 +21,7 @@ from kvpact.consensus.epoch.closing import Locator
 from kvpact.consensus.step.step import Beacon
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
-from kvpact.harness.verify.agreement import hashes_of, wrong_bytes
+from kvpact.harness.verify.agreement import by_weights, hashes_of, wrong_bytes
 
 __all__ = ["MakeMover", "Rank", "identity_of"]
 
@@ -54,11 +54,12 @@ class Rank:
         self.mover = make_mover(self.tensors[Tier.DEVICE], self.tensors[Tier.HOST], plan_part)
         self.workers = workers
         self.backend = backend
-        self.keys: PageKeys | None = None
+        self._io: StorageIo | None = None
         copier: StorageIo | None = None
         if workers is not None:
-            self.keys = PageKeys(identity_of(config, group.rank, group.size))
-            copier = StorageIo(workers, self.keys, pools[Tier.HOST], self.tensors[Tier.HOST])
+            keys = PageKeys(identity_of(config, group.rank, group.size), config.weights)
+            copier = StorageIo(workers, keys, pools[Tier.HOST], self.tensors[Tier.HOST])
+            self._io = copier
         self.side = [
             self._side_pool(config, spec, (side_pools or {})[spec.name], make_mover)
             for spec in config.side_pools
@@ -90,6 +91,11 @@ class Rank:
         tensors = [KVTensors(config.kv_shape, number, 1) for number in (device, host)]
         return SidePool(spec, pools, make_mover(tensors[0], tensors[1], None))
 
+    @property
+    def keys(self) -> PageKeys | None:
+        """What pages are called in this rank's storage now."""
+        return None if self._io is None else self._io.keys
+
     def heal(self) -> None:
         """What a fault withheld ends at the next step."""
         for mover in self.movers:
@@ -114,6 +120,7 @@ class Rank:
         """Write what an engine would compute for ``nodes`` into device ``pages``, in order, and
         into the side pages that were reserved with them."""
         hashes = [page_hash for node in nodes for page_hash in hashes_of(self.cache, node)]
+        hashes = by_weights(hashes, self.cache.weights)
         fill_pages(self.tensors[Tier.DEVICE], pages, hashes, self.cache.rank)
         carriage = nodes[0].device.carriage
         for side in self.side:

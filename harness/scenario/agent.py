@@ -43,6 +43,7 @@ from kvpact.harness.scenario.model import (
     Insert,
     LoadBack,
     LoadMatch,
+    NewWeights,
     Prefetch,
     Reset,
     Scenario,
@@ -62,7 +63,7 @@ __all__ = ["Agent", "Observation", "Raised", "RankRecord"]
 
 #: What only an engine that owns its pages asks for, and with it all that is not a scheduler's call.
 Driven = Admit | Take | Compute | Free | Headroom
-Managed = Driven | Fault | Heal | Reset | Settle | AttachStorage | DetachStorage
+Managed = Driven | Fault | Heal | Reset | NewWeights | Settle | AttachStorage | DetachStorage
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -212,6 +213,9 @@ class Agent:
                 self.rank.heal()
             case Reset():
                 self.cache.reset()
+                self._let_go()
+            case NewWeights():
+                self.cache.new_weights(entry.version)
                 self._let_go()
             case Settle():
                 self.cache.settle_for_prefetch(entry.request)

@@ -14,6 +14,7 @@ from kvpact.cache.memory.content import fill_pages, matches_pages, page_hashes
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.tree.node import Tier
 from kvpact.harness.rank.rank import Rank
+from kvpact.harness.verify.agreement import by_weights
 
 __all__ = ["Engine"]
 
@@ -44,7 +45,10 @@ class Engine:
         """Match and pin; ask for the part on HOST where ``load`` says so."""
         if name in self._running or self._cache.requests.get(name) is not None:
             return
-        hashes = page_hashes(tokens, self._cache.config.page_size, namespace=namespace)
+        hashes = by_weights(
+            page_hashes(tokens, self._cache.config.page_size, namespace=namespace),
+            self._cache.weights,
+        )
         running = self._running[name] = _Running(tokens, namespace, hashes)
         match = self._cache.match_prefix(tokens, namespace=namespace, request=name)
         if load:

@@ -42,6 +42,7 @@ __all__ = [
     "LoadBack",
     "LoadMatch",
     "Mode",
+    "NewWeights",
     "Prefetch",
     "Raises",
     "Ranges",
@@ -288,6 +289,12 @@ class Reset(Entry, frozen=True, kw_only=True, tag="reset"):
     """Admin: an empty cache in a new epoch."""
 
 
+class NewWeights(Entry, frozen=True, kw_only=True, tag="new_weights"):
+    """The engine has loaded weights ``version``: nothing of others is served."""
+
+    version: Name
+
+
 class AttachStorage(Entry, frozen=True, kw_only=True, tag="attach_storage"):
     """Admin: the storage tier on."""
 
@@ -349,6 +356,7 @@ Do = (
     | Decide
     | Drain
     | Reset
+    | NewWeights
     | AttachStorage
     | DetachStorage
     | Fault

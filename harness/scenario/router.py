@@ -19,7 +19,7 @@ from kvpact.cache.storage.keys import PageKeys
 from kvpact.cache.tree.events import CacheEvent
 from kvpact.cache.tree.node import Node, Tier
 from kvpact.harness.rank.rank import Rank
-from kvpact.harness.verify.agreement import hashes_of
+from kvpact.harness.verify.agreement import by_weights, hashes_of
 
 __all__ = ["Listener"]
 
@@ -34,10 +34,17 @@ class Listener:
         self._resident: dict[str, set[int]] = {tier.value: set() for tier in Tier}
         self._known: dict[tuple[int, int], Sequence[int]] = {}
         self._epoch = rank.cache.manager.epoch
+        self._prompts = list(prompts)
         self._keys: dict[int, bytes] = {}
-        if rank.keys is not None:
-            for tokens, namespace in prompts:
-                self._keys |= _pairs(rank.keys, tokens, namespace)
+        self._learn_keys()
+
+    def _learn_keys(self) -> None:
+        """What the pages of known prompts are called: other weights, other names."""
+        self._weights = self._rank.cache.weights
+        self._keys.clear()
+        if self._rank.keys is not None:
+            for tokens, namespace in self._prompts:
+                self._keys |= _pairs(self._rank.keys, tokens, namespace)
 
     def hear(self, events: Sequence[CacheEvent]) -> list[str]:
         """Take note of ``events``; what of them cannot be."""
@@ -65,6 +72,9 @@ class Listener:
 
     def _stored(self, event: CacheEvent) -> list[str]:
         """Every page of it was stored on every rank, so on this one."""
+        if event.kind == "cleared" and self._rank.cache.weights != self._weights:
+            self._learn_keys()
+            self.stored.clear()
         if event.kind != "stored":
             return []
         self.stored.update(event.pages)
@@ -83,7 +93,8 @@ class Listener:
         if page is None:
             # A page that a fault spoilt on read was dropped, and may be stored again.
             return "dropped" if backend.counters["wrong"] else "not at all"
-        right = expected_page(config.kv_shape, config.page_size, page_hash, self._rank.cache.rank)
+        (content,) = by_weights([page_hash], self._weights)
+        right = expected_page(config.kv_shape, config.page_size, content, self._rank.cache.rank)
         return "right" if bytes(page) == right else "wrong"
 
     @property

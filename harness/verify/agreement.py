@@ -113,6 +113,12 @@ def compare(snapshots: Iterable[Snapshot]) -> list[str]:
     return found
 
 
+def by_weights(hashes: Iterable[int], weights: str) -> list[int]:
+    """What the contents of pages derive from: their hashes, and the weights that computed them."""
+    salt = xxhash.xxh3_64_intdigest(weights.encode()) if weights else 0
+    return [page_hash ^ salt for page_hash in hashes]
+
+
 def hashes_of(cache: HierarchicalCache, node: Node) -> list[int]:
     """The chained hashes of the pages of ``node``: what its contents derive from."""
     size = cache.config.page_size
@@ -160,7 +166,9 @@ def wrong_bytes(
     for (name, tier), where in pages.items():
         memory = side[name][tier] if name and side is not None else tensors[tier]
         # All pages of a pool in one comparison: a tree has many nodes, and this runs every step.
-        right = matches_pages(memory, where, wanted[name, tier], cache.rank)
+        right = matches_pages(
+            memory, where, by_weights(wanted[name, tier], cache.weights), cache.rank
+        )
         wrong = [node for node, good in zip(owners[name, tier], right, strict=True) if not good]
         found += [
             f"rank {cache.rank}: {node!r} has wrong bytes in {name}{'.' * bool(name)}{tier.value}"
