@@ -337,6 +337,24 @@ def test_at_admission_the_rest_of_a_prompt_comes_from_storage() -> None:
     assert world.backends[0].counters["stored"] == puts + 1
 
 
+@LAGS
+def test_a_prompt_that_came_meanwhile_is_cut_where_the_fetched_one_parts_from_it(lag: int) -> None:
+    world = buffered(lag=lag)
+    world.store("abcd")
+    world.evict(DEVICE, 10)
+    for rank in range(2):
+        world.fault(rank, "storage.get", "delay", steps=4, times=-1)
+    tickets = world.load("abcdef", "r")
+    world.step_all(2)
+    assert world.put("abcdxy", "other")  # one node, of which r's prompt has the first four pages
+    world.heal()
+    world.drain()
+    assert outcome(tickets)[0] is TicketState.READY
+    assert world.same(lambda cache: len(cache.pages("r"))) == 4
+    world.abort("r")
+    world.abort("other")
+
+
 def test_loads_come_before_writes_for_staging() -> None:
     world = buffered(host_pages=3)
     world.store("abc")

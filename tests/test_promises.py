@@ -255,6 +255,7 @@ def test_right_bytes(lag: int, site: str) -> None:
     assert world.same(lambda cache: cache.metrics()["copies_wrong"] <= 1)
     assert sum(cache.metrics()["copies_wrong"] for cache in world.caches) == 1
     world.abort("one")
+    world.host_only("abcd")  # a source that failed is computed anew
     page = world.node("abcd").host.pages[0]
     tensors = world.ranks[0].tensors[HOST]
     tensors.write_page(page, bytes(len(tensors.read_page(page))))

@@ -62,7 +62,9 @@ class StagedLoads:
         if fetch.state is TicketState.REFUSED:
             ticket.refuse(fetch.why)
         elif fetch.state is TicketState.READY and staged.load is None:
-            path, _ = self._tiers.tree.walk(staged.tokens, staged.namespace)
+            # Matched, not walked: a node that another prompt brought meanwhile is cut where this
+            # one parts from it, or the request would hold pages of the other.
+            path = self._tiers.tree.match(staged.tokens, staged.namespace)
             served = takewhile(lambda n: n.device.is_published or n.host.is_published, path)
             staged.load = self._load_back.request(ticket.request, list(served), None)
         load = staged.load
