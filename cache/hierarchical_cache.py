@@ -94,6 +94,8 @@ class HierarchicalCache:
         #: Who measures the steps (:func:`kvpact.metrics`); ``None``: nobody.
         self.observer: StepObserver | None = None
         self.rank = group.rank
+        #: The version of the weights that compute the pages: agreed.
+        self.weights = config.weights
         self.journal = journal
         core = CacheCore(
             config, group.rank, journal, pools=pools, mover=mover, storage=storage, side=side
@@ -430,16 +432,11 @@ class HierarchicalCache:
         """
         if not isinstance(version, str) or not version.isprintable() or not version:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise Misuse(f"new_weights needs a version: printable text, not {version!r}")
-        self._core.weights = version
+        self._core.weights = self.weights = version
         if self.storage is not None:
             self.storage.io.change_weights(version)
             self._core.event_log.cleared(STORAGE)
         self.reset()
-
-    @property
-    def weights(self) -> str:
-        """The version of the weights that compute the pages: agreed."""
-        return self._core.weights
 
     def paused(self, reason: str) -> AbstractContextManager[None]:
         """While it lasts the others wait beyond their deadline, and no copy times out."""
