@@ -24,7 +24,7 @@ from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.storage import BackendBase, Identity, PageKeys, StorageWorkers
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.journal import Journal
-from kvpact.consensus.membership import Membership
+from kvpact.consensus.membership import DEFAULT_NAME, Membership, check_ranks
 from kvpact.consensus.provenance import require_installed_files
 
 __all__ = ["join_cache", "join_replica", "make_mover", "make_pools", "make_tensors"]
@@ -35,7 +35,7 @@ def join_cache(
     host: str,
     port: int,
     *,
-    name: str,
+    name: str = DEFAULT_NAME,
     rank: int,
     ranks: Sequence[int],
     device: torch.device | str = "cpu",
@@ -50,7 +50,9 @@ def join_cache(
     """Build this rank's tensors, pools and copies, join replica ``name``, return its cache.
 
     ``host:port`` is the store (:func:`kvpact.consensus.transport.gloo.serve_tcp_store`, or any
-    TCPStore of torch); ``ranks`` are all ranks of the replica. K and V of the device tier live on
+    TCPStore of torch, as torchrun's agent has one at MASTER_ADDR:MASTER_PORT). ``ranks`` are all
+    ranks of the replica; where several replicas share a store, each has a ``name`` of its own. An
+    earlier run of that name in this store does not matter. K and V of the device tier live on
     ``device``; with CUDA the host tier is page-locked and copies wait for ``forward_stream``, by
     default the stream that is current on the calling thread. The journal is written to
     ``journal_path`` where one is given.
@@ -62,12 +64,14 @@ def join_cache(
     The cache owns all else: ``close()`` (or leaving its ``with`` block) waits at most
     ``leave_timeout_s`` for the other ranks, so that none loses a verdict that is under way.
 
-    Raises :class:`Misuse` where ranks are configured differently, :class:`RankStalled` or
-    :class:`PeerLost` where one does not come within ``start_timeout_s``, :class:`StoreSilent`
-    without a store, :class:`ResourceError` where the memory cannot be had, :class:`BadInput` where
-    the storage cannot be used. Nothing is left behind.
+    Raises :class:`Misuse` where ranks are configured differently, two processes have one number or
+    such a replica runs already, :class:`RankStalled` or :class:`PeerLost` where one does not come
+    within ``start_timeout_s`` or cannot be reached, :class:`StoreSilent` without a store,
+    :class:`ResourceError` where the memory cannot be had, :class:`BadInput` where the storage
+    cannot be used. Nothing is left behind.
     """
     require_installed_files()
+    ranks = check_ranks(rank, ranks)
     with ExitStack() as parts:
         # What can fail on this rank alone comes before the others hear of it.
         tensors = make_tensors(config, device)
@@ -86,7 +90,14 @@ def join_cache(
             keys = PageKeys(identity, config.weights)
             storage = StorageIo(workers, keys, pools[Tier.HOST], tensors[Tier.HOST])
         membership = join_replica(
-            config, host, port, name=name, rank=rank, ranks=ranks, start_timeout_s=start_timeout_s
+            config,
+            host,
+            port,
+            name=name,
+            rank=rank,
+            ranks=ranks,
+            start_timeout_s=start_timeout_s,
+            has_storage=storage is not None,
         )
         parts.callback(membership.close)
         closing = ExitStack()
@@ -116,10 +127,11 @@ def join_replica(
     host: str,
     port: int,
     *,
-    name: str,
+    name: str = DEFAULT_NAME,
     rank: int,
     ranks: Sequence[int],
     start_timeout_s: float = 60.0,
+    has_storage: bool = False,
 ) -> Membership:
     """Meet the other ranks for a cache of this configuration; see :meth:`Membership.join`."""
     return Membership.join(
@@ -129,7 +141,7 @@ def join_replica(
         rank=rank,
         ranks=ranks,
         width=schema_of(config).width,
-        facts=config_facts(config),
+        facts={**config_facts(config), "storage tier": "yes" if has_storage else "no"},
         usable={
             **{tier.value: num_pages for tier, num_pages in _num_pages(config).items()},
             **{

@@ -7,22 +7,32 @@ ranks that differ could only hang or decide garbage.
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib import metadata
 from typing import Self
 
-from kvpact.consensus.core.errors import StoreSilent
-from kvpact.consensus.epoch.closing import Introduction, LastSeen, Locator, Opener, agree
+import msgspec
+
+from kvpact.consensus.core.errors import KvpactError, Misuse, PeerLost, StoreSilent
+from kvpact.consensus.epoch.closing import Introduction, LastSeen, Locator, agree
 from kvpact.consensus.step.sentinel import Sentinel
 from kvpact.consensus.step.step import Stepper
 from kvpact.consensus.step.wait import PAUSED, StepLimits
+from kvpact.consensus.transport.door import Doorway
 from kvpact.consensus.transport.gloo import GlooGroup, Group
+from kvpact.consensus.transport.reach import Reach, Where, apart
 from kvpact.consensus.transport.store import NamedStore, Store, TcpStore
 from kvpact.consensus.transport.watch import Life, Position, Watch
 
-__all__ = ["Membership", "WatchLocator", "introduce", "versions"]
+__all__ = ["DEFAULT_NAME", "Membership", "WatchLocator", "check_ranks", "versions"]
+
+#: The name of a replica that is alone in its store.
+DEFAULT_NAME = "replica"
 
 _POLL_S = 0.02
 #: A heartbeat that stood still for so long will not come back in time for a report.
@@ -40,17 +50,23 @@ def versions() -> dict[str, str]:
     return found
 
 
-def introduce(
-    store: Store, name: str, mine: Introduction, ranks: Sequence[int], timeout_s: float
-) -> dict[str, int]:
-    """Exchange introductions of all ``ranks`` through the store; returns what :func:`agree` says.
+def check_ranks(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of a replica, sorted; :class:`Misuse` where they cannot be, or lack ``rank``."""
+    if any(type(one) is not int or one < 0 for one in (rank, *ranks)):
+        raise Misuse(f"rank and ranks are numbers from 0 on, got {rank!r} and {list(ranks)!r}")
+    members = tuple(sorted(ranks))
+    if len(set(members)) < len(members):
+        raise Misuse(f"each rank is there once, got ranks {list(ranks)}", rank=rank)
+    if rank not in members:
+        raise Misuse(f"rank {rank} is not one of the ranks {list(ranks)}", rank=rank)
+    return members
 
-    Raises :class:`RankStalled` naming who has not come within ``timeout_s``.
-    """
-    opener = Opener(store, name, mine, ranks, now_s=time.monotonic(), timeout_s=timeout_s)
-    while (found := opener.poll(time.monotonic())) is None:
-        time.sleep(_POLL_S)
-    return agree([found[rank] for rank in sorted(found)])
+
+class _Hello(msgspec.Struct, frozen=True):
+    """What one rank tells all others at the door."""
+
+    introduction: Introduction
+    where: Where
 
 
 class WatchLocator:
@@ -112,17 +128,25 @@ class Membership:
         group: Group,
         store: TcpStore,
         watch: Watch,
+        watch_store: TcpStore,
         usable: Mapping[str, int],
         deadline_s: float,
+        doorway: Doorway,
+        address: str,
     ) -> None:
         self.name = name
+        self.run = doorway.run
         self.ranks = tuple(ranks)
         self.group = group
         self.connection = store
-        self.store: Store = NamedStore(store, name)
+        self.prefix = f"{name}/{doorway.run}"
+        self.store: Store = NamedStore(store, self.prefix)
         self.watch = watch
         self.usable = dict(usable)
+        self._watch_store = watch_store
         self._deadline_s = deadline_s
+        self._doorway = doorway
+        self._address = address
         self.locator: Locator = WatchLocator(watch)
         self._sentinel: Sentinel | None = None
 
@@ -132,7 +156,7 @@ class Membership:
         host: str,
         port: int,
         *,
-        name: str,
+        name: str = DEFAULT_NAME,
         rank: int,
         ranks: Sequence[int],
         width: int,
@@ -142,32 +166,62 @@ class Membership:
         start_timeout_s: float = 60.0,
         beat_s: float = 0.25,
     ) -> Self:
-        """Join replica ``name`` through the store at ``host:port``; ends within its bounds.
+        """Join replica ``name`` through the store at ``host:port``, within ``start_timeout_s``.
 
         ``ranks`` may be any subset: a data-parallel replica or an attention group is a replica of
-        its own, under its own name. Raises :class:`Misuse` where configurations differ,
-        :class:`RankStalled` or :class:`PeerLost` where a rank does not come,
-        :class:`StoreSilent` without a store.
+        its own, under its own name. The store may have served earlier runs of this name: nothing of
+        theirs is read. All ranks are in when this returns, or it raises the same on all of them:
+        :class:`Misuse` where configurations differ, two processes have one number, or such a
+        replica runs already; :class:`RankStalled` or :class:`PeerLost` where a rank does not come
+        or cannot be reached; :class:`StoreSilent` without a store. Nothing is left open then.
         """
-        store = TcpStore(host, port)
-        mine = Introduction(rank, {**versions(), **facts}, dict(usable))
-        try:
-            agreed = introduce(store, name, mine, ranks, start_timeout_s)
-            group = _form(store, name, 0, ranks, rank, width, deadline_s, start_timeout_s)
-        except BaseException:
-            store.close()
-            raise
-        watch = Watch(TcpStore(host, port), rank, name=f"{name}/watch", interval_s=beat_s)
-        watch.beat()  # so that a rank that dies at once was seen
-        watch.start()
+        members = check_ranks(rank, ranks)
+        introduction = Introduction(
+            rank, {**versions(), "ballot_width": str(width), **facts}, dict(usable)
+        )
+        with ExitStack() as undo:
+            store = TcpStore(host, port)
+            undo.callback(store.close)
+            key = secrets.token_hex(8)
+            reach = undo.enter_context(Reach(rank, key, host, port))
+            hello = msgspec.msgpack.encode(_Hello(introduction, reach.where))
+            doorway = Doorway(store, name, rank, members, hello, timeout_s=start_timeout_s)
+            try:
+                agreed = _meet(doorway, reach)
+                prefix = f"{name}/{doorway.run}"
+                group = _form(
+                    store, f"{prefix}/group/0", members, rank, width, deadline_s,
+                    doorway.left_s(), reach.where.address, doorway.look_out,
+                )  # fmt: skip
+                undo.callback(group.close)
+                watch_store = TcpStore(host, port)
+                undo.callback(watch_store.close)
+                watch = Watch(watch_store, rank, name=f"{prefix}/watch", interval_s=beat_s)
+                undo.callback(watch.stop)
+                # What the end of an epoch needs is opened now: a new connection may take seconds.
+                doorway.patiently(lambda: store.open_lines(2))
+                doorway.patiently(watch.beat)  # so that a rank that dies at once was seen
+                watch.start()
+                doorway.come_in()
+            except BaseException as error:
+                told = doorway.fail(error)
+                if isinstance(error, KvpactError) and str(told) != str(error):
+                    raise told from error
+                raise
+            doorway.outlive_start(store)
+            undo.pop_all()
+            reach.close()
         return cls(
             name,
-            ranks,
+            members,
             group=group,
             store=store,
             watch=watch,
             usable=agreed,
             deadline_s=deadline_s,
+            doorway=doorway,
+            address=reach.where.address,
+            watch_store=watch_store,
         )
 
     def regroup(self, epoch: int) -> Group:
@@ -178,13 +232,13 @@ class Membership:
         old = self.group
         self.group = _form(
             self.connection,
-            self.name,
-            epoch,
+            f"{self.prefix}/group/{epoch}",
             self.ranks,
             old.rank,
             old.width,
             self._deadline_s,
             self._deadline_s,
+            self._address,
         )
         return self.group
 
@@ -219,31 +273,53 @@ class Membership:
         return f"left/{rank}"
 
     def close(self) -> None:
-        """Break all connections at once; bounded."""
+        """Break all connections at once, and say that this run is over; bounded."""
         if self._sentinel is not None:
             self._sentinel.stop()
         self.watch.stop()
         self.group.close()
+        if self.watch.silent_since_s is None:
+            with contextlib.suppress(KvpactError):  # silent, or closed before
+                self._doorway.leave()
         self.connection.close()
+        self._watch_store.close()
+
+
+def _meet(doorway: Doorway, reach: Reach) -> dict[str, int]:
+    """Hear all ranks at the door and try to reach them; returns the agreed usable pages."""
+    heard = doorway.enter()
+    hellos = [msgspec.msgpack.decode(data, type=_Hello) for _, data in sorted(heard.items())]
+    agreed = agree([hello.introduction for hello in hellos])
+    places = [hello.where for hello in hellos]
+    if trouble := apart(places):
+        raise Misuse(trouble)
+    if trouble := reach.try_all(places, doorway.left_s):
+        raise PeerLost(f"the ranks cannot be connected: {trouble}", rank=reach.where.rank)
+    doorway.meet("reached")  # nobody closes its listener before
+    return agreed
 
 
 def _form(
     store: TcpStore,
     name: str,
-    epoch: int,
     ranks: Sequence[int],
     rank: int,
     width: int,
     deadline_s: float,
     form_timeout_s: float,
+    address: str,
+    look_out: Callable[[], None] | None = None,
 ) -> GlooGroup:
+    limit_s = max(1.0, form_timeout_s)
     # The group must outlive deadlines and pauses: closing an epoch is our business, not gloo's.
     return GlooGroup.form(
-        store.raw(),
-        f"{name}/group/{epoch}",
+        store.raw(limit_s),
+        name,
         ranks,
         rank,
         width,
         group_timeout_s=StepLimits().pause_s + 4 * deadline_s + 10.0,
-        form_timeout_s=form_timeout_s,
+        form_timeout_s=limit_s,
+        bound_to=address,
+        look_out=look_out,
     )

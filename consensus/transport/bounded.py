@@ -36,6 +36,8 @@ MAX_ABANDONED = 16
 MAX_UNRELEASED = 64
 #: How often the release thread looks whether the collectives of closed groups have ended.
 SWEEP_S = 0.02
+#: How often :func:`bounded` looks out while it waits.
+LOOK_OUT_S = 0.05
 #: How long the end of the interpreter waits for calls that hang.
 EXIT_WAIT_S = 2.0
 
@@ -102,8 +104,15 @@ inside = _gate.inside
 _abandonable = threading.BoundedSemaphore(MAX_ABANDONED)
 
 
-def bounded(call: Callable[[], T], timeout_s: float, silent: str) -> T:
+def bounded(
+    call: Callable[[], T],
+    timeout_s: float,
+    silent: str,
+    look_out: Callable[[], None] | None = None,
+) -> T:
     """Run ``call`` on a thread of its own and return what it returns, or raise what it raises.
+
+    Meanwhile ``look_out`` is called every now and then; what it raises ends the wait.
 
     After ``timeout_s`` the thread is abandoned and :class:`StoreSilent` raised with the text
     ``silent``; it ends by itself when its call does. :class:`ResourceError` where too many
@@ -128,13 +137,28 @@ def bounded(call: Callable[[], T], timeout_s: float, silent: str) -> T:
 
     thread = threading.Thread(target=run, name="kvpact-bounded", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    try:
+        _join(thread, timeout_s, look_out)
+    except BaseException:
+        abandoned.set()
+        raise
     if errors:
         raise errors[0]
     if thread.is_alive() or not values:
         abandoned.set()
         raise StoreSilent(silent)
     return values[0]
+
+
+def _join(thread: threading.Thread, timeout_s: float, look_out: Callable[[], None] | None) -> None:
+    if look_out is None:
+        thread.join(timeout_s)
+        return
+    end_s = time.monotonic() + timeout_s
+    thread.join(LOOK_OUT_S)
+    while thread.is_alive() and time.monotonic() < end_s:
+        look_out()
+        thread.join(LOOK_OUT_S)
 
 
 # ----------------------------------------------------------------------------------- releases

@@ -18,8 +18,9 @@ What raw gloo does with torch 2.13 (measured; tests/test_group.py pins what matt
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -174,6 +175,8 @@ class GlooGroup(ProcessGroup):
         group_timeout_s: float,
         *,
         form_timeout_s: float | None = None,
+        bound_to: str = "",
+        look_out: Callable[[], None] | None = None,
     ) -> Self:
         """Meet all ``ranks`` under ``name`` in the store; returns when every one has come.
 
@@ -181,6 +184,10 @@ class GlooGroup(ProcessGroup):
         attempt. ``group_timeout_s`` is how long one collective may take before the whole group
         breaks for good: a little more than the deadline of a step. ``form_timeout_s`` (default:
         the same) is how long the ranks wait for each other here. Success leaves no key behind.
+        ``bound_to`` is the address where this rank listens, unless GLOO_SOCKET_IFNAME names
+        interfaces; without
+        either gloo takes the address of the host's name. ``look_out`` is called while it waits, and
+        ends the wait by raising.
 
         Raises :class:`Misuse` where this rank wants another shape than the first that came,
         :class:`PeerLost` naming the ranks that did not come, :class:`StoreSilent` where the store
@@ -190,7 +197,11 @@ class GlooGroup(ProcessGroup):
         limit_s = group_timeout_s if form_timeout_s is None else form_timeout_s
         # Both halves of meeting, connecting and the first collective, take up to limit_s.
         silent = f"store {address(store)} hung while rank {rank} formed group {name}"
-        group._take(bounded(lambda: _meet(store, group, limit_s), 2 * limit_s + 1.0, silent))
+        group._take(
+            bounded(
+                lambda: _meet(store, group, limit_s, bound_to), 2 * limit_s + 1.0, silent, look_out
+            )
+        )
         group._options = _min_options(group_timeout_s)
         return group
 
@@ -214,13 +225,29 @@ def _min_options(timeout_s: float) -> Any:
     return options
 
 
-def _meet(store: RawStore, group: GlooGroup, limit_s: float) -> Any:
+def _gloo_options(limit_s: float, address: str) -> Any:
+    make: Any = _c10d.ProcessGroupGloo
+    options = make._Options()
+    options._timeout = _timedelta(limit_s)
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+        options._devices = [make.create_device(interface=one) for one in interfaces.split(",")]
+    elif address:
+        options._devices = [make.create_device(hostname=address)]
+    else:
+        options._devices = [make.create_default_device()]
+    return options
+
+
+def _meet(store: RawStore, group: GlooGroup, limit_s: float, address: str = "") -> Any:
     """Compare the shape through the store, connect to all ranks, prove it by one collective."""
     announce(store, group)
     name, ranks, rank = group.name, group.ranks, group.rank
     try:
         process_group: Any = _c10d.ProcessGroupGloo(
-            _c10d.PrefixStore(name, store), ranks.index(rank), len(ranks), _timedelta(limit_s)
+            _c10d.PrefixStore(name, store),
+            ranks.index(rank),
+            len(ranks),
+            _gloo_options(limit_s, address),
         )
         # Its result says that all are connected to all: nobody needs the keys any more.
         first = process_group.allreduce([torch.zeros(1, dtype=torch.int64)], _min_options(limit_s))

@@ -263,9 +263,19 @@ class TcpStore:
 
         self._call(remove)
 
-    def raw(self) -> RawStore:
-        """A new raw client, to form a group with; within ``call_timeout_s``."""
-        return open_tcp_store(self.host, self.port, self.call_timeout_s)
+    def raw(self, timeout_s: float | None = None) -> RawStore:
+        """A new raw client, to form a group with; within ``timeout_s`` (else of a call)."""
+        limit_s = self.call_timeout_s if timeout_s is None else timeout_s
+        return open_tcp_store(self.host, self.port, limit_s)
+
+    def open_lines(self, number: int) -> None:
+        """Have ``number`` connections open that are idle: a new one may take seconds."""
+        end_s = time.monotonic() + self.call_timeout_s
+        calls = [_Call(lambda raw: raw.compare_set("?", _ASK, _ASK)) for _ in range(number)]
+        for line, call in zip([self._line(end_s) for _ in calls], calls, strict=True):
+            line.post(call)
+        for call in calls:
+            self._await(call, end_s)
 
     def close(self) -> None:
         """End all connections that are idle; those that hang end when they can. Never blocks."""
@@ -295,6 +305,9 @@ class TcpStore:
         end_s = time.monotonic() + self.call_timeout_s
         call = _Call(run)
         self._line(end_s).post(call)
+        return self._await(call, end_s)
+
+    def _await(self, call: _Call, end_s: float) -> bytes | None:
         if not call.ended.wait(max(0.0, end_s - time.monotonic())):
             raise StoreSilent(
                 f"store {self.address} did not answer within {self.call_timeout_s:g} s"

@@ -9,6 +9,7 @@ noted, and no exception leaves the thread.
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import socket
 import sys
@@ -25,7 +26,16 @@ from kvpact.consensus.core.errors import Misuse, StoreSilent
 if TYPE_CHECKING:  # it brings torch, which the watch itself does not need
     from kvpact.consensus.transport.store import Store
 
-__all__ = ["LEFT", "Life", "Position", "Sighting", "Watch", "process_life"]
+__all__ = [
+    "LEFT",
+    "Life",
+    "Position",
+    "Sighting",
+    "Watch",
+    "machine",
+    "process_life",
+    "process_start",
+]
 
 #: The phase of a rank whose watch was stopped in good order.
 LEFT = "left"
@@ -125,7 +135,13 @@ def _process_stat(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-def _machine() -> str:
+def process_start(pid: int) -> int:
+    """When a process of this machine started (clock ticks since boot); 0 where unknown."""
+    return _process_stat(pid)[1]
+
+
+@functools.cache
+def machine() -> str:
     """Equal where a pid means the same process."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -171,7 +187,7 @@ class Watch:
         self._pid = os.getpid()
         self._started = _process_stat(self._pid)[1]
         self._host = socket.gethostname()
-        self._machine = _machine()
+        self._machine = machine()
         self._beat = 0
         self._num_questions = 0
         self._answered = ""
