@@ -64,6 +64,21 @@ def test_a_call_that_hangs_is_abandoned_and_how_many_may_hang_is_limited() -> No
             time.sleep(0.005)
 
 
+def test_who_looks_out_may_end_the_wait() -> None:
+    release = threading.Event()
+
+    def look_out() -> None:
+        raise PeerLost("another rank failed", rank=1)
+
+    began_s = time.monotonic()
+    with pytest.raises(PeerLost, match="another rank failed"):
+        bounded.bounded(lambda: release.wait(30.0), 30.0, "silent", look_out)
+    with pytest.raises(StoreSilent, match="silent"):
+        bounded.bounded(lambda: release.wait(30.0), 0.2, "silent", lambda: None)
+    assert time.monotonic() - began_s < 10.0
+    release.set()
+
+
 def test_a_group_is_released_when_its_collectives_have_ended_and_not_before() -> None:
     owner, group, collective = _Owner(), _ProcessGroup(), _Collective()
     alive = weakref.ref(group)

@@ -17,8 +17,7 @@ WAITING = {"wait", "wait_for", "sleep", "select", "acquire", "synchronize"}
 
 #: file: {function: (what bounds it, the test that stalls it)}
 WAITS: dict[str, dict[str, tuple[str, str]]] = {
-    "collective.py": {},
-    "group.py": {
+    "gloo.py": {
         "_meet": ("form_timeout_s", "test_group.py::test_a_rank_that_does_not_come_to_a_new_group"),
         "done": ("it has ended", "test_group.py::test_stopped_and_killed_ranks"),
         "wait": ("timeout_s", "test_group.py::test_a_late_rank_costs_a_bounded_wait"),
@@ -27,15 +26,17 @@ WAITS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "bounded.py": {
         "_run": ("a daemon thread", "test_bounded.py::test_one_group_that_waits_does_not_hold_up"),
+        "_join": ("timeout_s", "test_bounded.py::test_who_looks_out_may_end_the_wait"),
         "bounded": ("timeout_s", "test_bounded.py::test_a_call_that_hangs_is_abandoned"),
         "close": ("EXIT_WAIT_S", "test_group.py::test_the_end_of_a_process_waits_for_no_peer"),
         "drain": ("timeout_s", "test_bounded.py::test_a_group_is_released_when_its_collectives"),
     },
+    "door.py": {
+        "_moved": ("LOOK_S", "test_door.py::test_a_run_on_another_machine_is_known_by"),
+        "_wait": ("timeout_s", "test_door.py::test_who_does_not_come_is_named_the_same"),
+        "patiently": ("timeout_s", "test_door.py::test_silence_ends_the_start_at_its_bound"),
+    },
     "membership.py": {
-        "introduce": (
-            "start_timeout_s",
-            "test_change.py::test_introductions_end_at_their_bound",
-        ),
         "leave": ("wait_s", "test_closing_real.py::test_a_straggler_before_the_deadline"),
     },
     "sentinel.py": {
@@ -46,7 +47,7 @@ WAITS: dict[str, dict[str, tuple[str, str]]] = {
         "pause": ("slice_s", "test_step.py::test_a_wait_ends_within_its_bound_and_not_before"),
     },
     "store.py": {
-        "_call": ("call_timeout_s", "test_closing_real.py::test_a_stopped_store_host_is_named"),
+        "_await": ("call_timeout_s", "test_closing_real.py::test_a_stopped_store_host_is_named"),
         "_line": (
             "call_timeout_s",
             "test_store.py::test_a_stopped_host_is_silent_within_the_bound",
@@ -79,7 +80,7 @@ def waits_in(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "consensus").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "consensus").rglob("*.py")), ids=lambda p: p.name)
 def test_every_wait_is_listed(path: Path) -> None:
     assert waits_in(path) == set(WAITS.get(path.name, {})), "say what bounds it, and stall it"
 
