@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpact.cache.storage import Identity, open_backend
+from kvpact.cache.storage import Identity, open_backend, segments
 from kvpact.cache.storage.segment_file import ALIGN_BYTES, name_of, sequence_of
 from kvpact.cache.storage.segments import SegmentBackend
 from kvpact.consensus.core.errors import BadInput
@@ -528,3 +528,105 @@ def live_and_die(path: Path, capacity_bytes: int, life: int, seconds: float) -> 
             writer.wait(20)
     # The last line may be cut: its number was not acknowledged whole.
     return {int(line) for line in lines[:-1]}
+
+
+# -- what others put into the directory ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LOCK", "IDENTITY.tmp", "probe.tmp", "0000000000000000.tmp"])
+def test_a_link_in_the_directory_is_not_followed(name: str, tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "storage"
+    victim.write_bytes(b"precious")
+    path.mkdir()
+    (path / name).symlink_to(victim)
+    if name == "LOCK":
+        with pytest.raises(BadInput, match=r"cannot be used"):
+            open_here(path)
+    else:
+        backend = open_here(path)
+        if not (path / name).exists():  # leftovers go at start: put it back for the first put
+            (path / name).symlink_to(victim)
+        assert backend.put([sealed(1)]) == [True]
+        assert backend.close()
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_link_that_dangles_makes_no_file_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "storage"
+    path.mkdir()
+    for name in ("probe.tmp", "IDENTITY.tmp", "IDENTITY"):
+        (path / name).symlink_to(tmp_path / f"made by {name}")
+    with contextlib.suppress(BadInput):
+        open_here(path).close()
+    assert [file.name for file in tmp_path.iterdir()] == ["storage"]
+
+
+@pytest.mark.parametrize("name", ["LOCK", "IDENTITY"])
+def test_a_pipe_does_not_hang(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BadInput, match="is not a regular file"):
+        open_here(tmp_path)
+
+
+def test_a_segment_that_is_a_link_is_not_read(written: Path) -> None:
+    first = segments_in(written)[0]
+    elsewhere = written.parent / "elsewhere"
+    first.rename(elsewhere)
+    first.symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
+    backend = open_here(written)
+    backend.check_integrity()
+    assert backend.put([sealed(900)]) == [True]
+    assert backend.close()
+    assert elsewhere.read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [(1 << 64) - 1, (1 << 62) - 1, 1 << 40])
+def test_a_stray_name_does_not_stop_puts(number: int, written: Path) -> None:
+    stray = written / name_of(number)
+    stray.write_bytes(b"x" * 5000)
+    backend = open_here(written)
+    assert backend.put([sealed(900)]) == [True]
+    backend.check_integrity()
+    assert backend.close()
+    again = open_here(written)
+    assert again.get([key_of(900)]) == [page_of(900)]
+    assert stray.read_bytes() == b"x" * 5000
+    assert again.close()
+
+
+def test_removed_is_only_what_stays_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that no longer takes or gives up files: the answer is no."""
+    backend = open_here(tmp_path)
+    assert backend.put([sealed(1), sealed(2)]) == [True, True]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(segments, "write_segment", refuse)
+        broken.setattr(Path, "unlink", refuse)
+        assert backend.remove([key_of(1)]) == [False]
+        assert backend.clear() is False
+    assert backend.close()
+    again = open_here(tmp_path)
+    assert again.get([key_of(1)]) == [page_of(1)], "it was said that it may come back"
+    assert again.remove([key_of(1)]) == [True]
+    assert again.close()
+    last = open_here(tmp_path)
+    assert last.get([key_of(1)]) == [None]
+    assert last.close()
+
+
+def test_where_durable_deletions_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_here(tmp_path, durable=True)
+    assert backend.put([sealed(1)]) == [True]
+    synced: list[Path] = []
+    monkeypatch.setattr(segments, "sync_directory", synced.append)
+    assert backend.clear()
+    assert synced == [tmp_path]
+    assert backend.close()

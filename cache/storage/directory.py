@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ import msgspec
 
 from kvpact.cache.storage.keys import Identity
 from kvpact.cache.storage.protocol import log
-from kvpact.cache.storage.segment_file import FORMAT, sync_directory
+from kvpact.cache.storage.segment_file import FORMAT, create, open_to_read, sync_directory
 from kvpact.consensus.core.errors import BadInput
 
 __all__ = ["DISK_FULL", "open_directory"]
@@ -20,6 +21,7 @@ __all__ = ["DISK_FULL", "open_directory"]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _LOCK, _IDENTITY, _PROBE = "LOCK", "IDENTITY", "probe.tmp"
+_MAX_IDENTITY_BYTES = 1 << 16
 
 
 class _Owner(msgspec.Struct, frozen=True):
@@ -38,7 +40,7 @@ def open_directory(path: Path, identity: Identity, *, durable: bool) -> int:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = _open_lock(path / _LOCK)
     except OSError as error:
         _cannot_use(path, error)
     try:
@@ -63,6 +65,16 @@ def open_directory(path: Path, identity: Identity, *, durable: bool) -> int:
     return lock
 
 
+def _open_lock(path: Path) -> int:
+    """The lock, a file of this directory: what a link points to is not ours to write to."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock = os.open(path, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        os.close(lock)
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file")
+    return lock
+
+
 def _take(lock: int, path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +95,7 @@ def _take(lock: int, path: Path) -> None:
 def _probe(path: Path, *, may_be_full: bool) -> None:
     """A directory may hold a lock that can be opened and yet take no new files."""
     try:
-        (path / _PROBE).touch()
+        os.close(create(path / _PROBE))
         (path / _PROBE).unlink()
     except OSError as error:
         # Full of our own segments: what is there can be read, and gives way to what is new.
@@ -93,12 +105,14 @@ def _probe(path: Path, *, may_be_full: bool) -> None:
 
 def _read_owner(path: Path) -> _Owner | None:
     try:
-        text = (path / _IDENTITY).read_bytes()
+        file = open_to_read(path / _IDENTITY)
     except FileNotFoundError:
         return None
+    with os.fdopen(file, "rb") as reader:
+        text = reader.read(_MAX_IDENTITY_BYTES)
     try:
         return msgspec.json.decode(text, type=_Owner)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         # Each segment says itself whose it is, so this file is only the clear error made sooner.
         log.warning("storage directory %s: IDENTITY is damaged, written anew: %s", path, error)
         return None
@@ -125,7 +139,7 @@ def _flat(owner: _Owner) -> dict[str, Any]:
 
 def _write_file(path: Path, text: bytes, *, durable: bool) -> None:
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
+    with os.fdopen(create(temporary), "wb") as file:
         file.write(text)
         file.flush()
         if durable:

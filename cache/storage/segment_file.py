@@ -13,7 +13,9 @@ failed before the disk had it. Then the checksums say so.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,8 +31,10 @@ __all__ = [
     "FORMAT",
     "Entry",
     "Unreadable",
+    "create",
     "name_of",
     "on_disk_bytes",
+    "open_to_read",
     "read_pages",
     "read_table",
     "segment_bytes",
@@ -109,7 +113,7 @@ def write_segment(
     path = directory / name_of(sequence)
     temporary = path.with_suffix(_TEMPORARY)
     try:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        file = create(temporary)
         try:
             _write_all(file, _parts(sequence, identity, table, pages))
             if durable:
@@ -130,7 +134,7 @@ def read_table(path: Path, identity: bytes) -> tuple[list[Entry], int]:
 
     Raises `Unreadable` where it cannot be trusted, `OSError` where it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_to_read(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(ALIGN_BYTES)
         if len(head) < _HEAD.size:
@@ -162,7 +166,7 @@ def read_pages(path: Path, entries: Sequence[Entry]) -> list[SealedPage]:
     A page that is cut comes back short. Raises `OSError`.
     """
     pages: dict[int, Page] = {}
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = open_to_read(path)
     try:
         for run in _runs(sorted(entries, key=lambda entry: entry.offset)):
             start = run[0].offset
@@ -175,6 +179,25 @@ def read_pages(path: Path, entries: Sequence[Entry]) -> list[SealedPage]:
     finally:
         os.close(file)
     return [SealedPage(entry.key, pages[entry.offset], entry.checksum) for entry in entries]
+
+
+def create(path: Path) -> int:
+    """A new file of this name, open to write. What had the name goes; a link is not followed."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o600)
+    except FileExistsError:
+        path.unlink()
+        return os.open(path, flags, 0o600)
+
+
+def open_to_read(path: Path) -> int:
+    """A regular file, open to read; `OSError` for all else: a link, or a pipe that would hang."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file")
+    return file
 
 
 def sync_directory(directory: Path) -> None:

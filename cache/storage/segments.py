@@ -34,12 +34,16 @@ from kvpact.cache.storage.segment_file import (
     read_table,
     segment_bytes,
     sequence_of,
+    sync_directory,
     write_segment,
 )
 from kvpact.consensus.core.errors import BadInput, InternalError
 
 __all__ = ["SegmentBackend"]
 
+#: Segments in a row that cannot be read and are still taken for ours: a name far above all that
+#: can be read is not, and must not decide the next number.
+MAX_LOST = 1 << 20
 _NO_ROOM = (*DISK_FULL, errno.EFBIG)
 
 
@@ -164,8 +168,8 @@ class SegmentBackend(BackendBase):
         with self._writing:
             with self._lock:
                 places = {key: place for key in keys if (place := self._index.get(key))}
-            self._remove_places(places)
-        return [key in places for key in keys]
+            kept = self._remove_places(places)
+        return [key in places and key not in kept for key in keys]
 
     def _clear(self) -> bool:
         with self._writing:
@@ -183,19 +187,35 @@ class SegmentBackend(BackendBase):
     # -- the start ---------------------------------------------------------------------------
 
     def _find_segments(self) -> None:
-        names = (sequence_of(entry.name) for entry in os.scandir(self.path) if entry.is_file())
-        for sequence in sorted(number for number in names if number is not None):
-            self._next_sequence = sequence + 1
-            path = self.path / name_of(sequence)
-            entries: list[Entry] = []
-            try:
-                entries, size = read_table(path, self._identity)
-            except (Unreadable, OSError) as error:
+        numbers = sorted(
+            number
+            for entry in os.scandir(self.path)
+            if entry.is_file(follow_symlinks=False)
+            and (number := sequence_of(entry.name)) is not None
+        )
+        tables = {number: table for number in numbers if (table := self._table_of(number))}
+        highest = max(tables, default=-1)
+        for number in numbers:
+            path = self.path / name_of(number)
+            if number in tables:
+                entries, size = tables[number]
+            elif number <= highest + MAX_LOST:
                 # Kept as a segment without pages: it is counted, and goes when it is the oldest.
-                log.warning("storage file: segment %s is skipped: %s", path, error)
-                self._count("skipped")
-                size = _size_of(path)
-            self._publish(sequence, size, entries)
+                entries, size = [], _size_of(path)
+            else:
+                log.warning("storage file: %s is ignored: nothing here wrote it", path)
+                continue
+            self._next_sequence = number + 1
+            self._publish(number, size, entries)
+
+    def _table_of(self, number: int) -> tuple[list[Entry], int] | None:
+        path = self.path / name_of(number)
+        try:
+            return read_table(path, self._identity)
+        except (Unreadable, OSError) as error:
+            log.warning("storage file: segment %s is skipped: %s", path, error)
+            self._count("skipped")
+            return None
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -330,10 +350,13 @@ class SegmentBackend(BackendBase):
                     place = _Place(segment, entry, used)
                     segment.live[entry.key] = self._index[entry.key] = place
 
-    def _remove_places(self, places: dict[bytes, _Place]) -> None:
-        """Forget them, and write that down, or a restart would find them in their segments."""
+    def _remove_places(self, places: dict[bytes, _Place]) -> set[bytes]:
+        """Forget them, and write that down, or a restart would find them in their segments.
+
+        Returns those for which neither was possible: a restart will find them.
+        """
         if not places:
-            return
+            return set()
         with self._lock:
             for key in places:
                 self._forget(key)
@@ -347,7 +370,11 @@ class SegmentBackend(BackendBase):
         except OSError as error:
             self._trouble("remove: their whole segments go", error)
             self._retire(list(touched.values()))
+            return {
+                key for key, place in places.items() if place.segment.sequence in self._segments
+            }
         self._retire([one for one in touched.values() if not one.live and not one.tells])
+        return set()
 
     def _oldest_until(self, num_bytes: int) -> list[_Segment]:
         """The oldest segments that take at least ``num_bytes`` together, or all."""
@@ -361,12 +388,18 @@ class SegmentBackend(BackendBase):
 
     def _retire(self, segments: Sequence[_Segment], *, evicts: bool = True) -> bool:
         """Delete these, and the oldest ones that hold nothing any more. False: not all of them."""
-        done = True
+        done, before = True, len(self._segments)
         for segment in segments:
             done &= self._delete(segment, evicts)
         while self._segments and (oldest := next(iter(self._segments.values()))):
             if oldest.live or not self._delete(oldest, evicts):
                 break
+        if self._durable and len(self._segments) < before:
+            try:
+                sync_directory(self.path)
+            except OSError as error:
+                self._trouble("making deletions durable", error)
+                return False
         return done
 
     def _delete(self, segment: _Segment, evicts: bool) -> bool:
