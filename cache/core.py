@@ -163,6 +163,12 @@ class CacheCore:
         self.insertion.end_unread()
         self.tiers.copier.submit()
 
+    def flush(self) -> None:
+        """Between two steps: plan, reserve and start the backups that are queued."""
+        self.backup.flush()
+        self.manager.reserve_open()
+        self.tiers.copier.submit()
+
     def settled(self, outcomes: list[Outcome]) -> None:
         """After a verdict: tidy the tree, tell the tickets."""
         self.backup.requeue()
@@ -227,6 +233,8 @@ class CacheCore:
             "backups": write.num_commits,
             "backups_aborted": write.num_aborts,
             "backups_no_room": write.num_no_room,
+            "backups_lost": write.fates["lost"] + write.fates["orphaned"],
+            "backups_dropped": write.num_dropped,
             "loads": load.num_commits,
             "loads_aborted": load.num_aborts,
             "loads_no_room": load.num_no_room,

@@ -329,6 +329,16 @@ class HierarchicalCache:
         self._release(live)
         return report
 
+    def flush(self) -> None:
+        """An agreed call between two steps: begin the backups of what has finished, now.
+
+        They are planned and their copies start at once, so that vote and ending can share the next
+        ballot; without it the step plans them, and the pages are pinned one step longer. What goes
+        wrong here is met in the next step, by all ranks.
+        """
+        self.journal.note("flush_call")
+        self.stepper.attempt(self._core.flush)
+
     def abort(self, request: str) -> None:
         """End the request in whatever state it is: tickets, pins and pages all come back."""
         self.journal.note("abort_request", request)

@@ -30,7 +30,13 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _OUTCOMES: dict[str, tuple[str, dict[str, str]]] = {
     "back_ups": (
         "Decided backups of nodes, by how it came out.",
-        {"commit": "backups", "abort": "backups_aborted", "no_room": "backups_no_room"},
+        {
+            "commit": "backups",
+            "abort": "backups_aborted",
+            "no_room": "backups_no_room",
+            "lost": "backups_lost",
+            "dropped": "backups_dropped",
+        },
     ),
     "load_backs": (
         "Decided load-backs, by how it came out.",

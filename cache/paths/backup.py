@@ -10,7 +10,12 @@ from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.tree.node import Carriage, Node, Residency, Tier
 from kvpact.consensus.core.participant import Intent
 
-__all__ = ["Backup"]
+__all__ = ["FATES", "Backup", "queued_path"]
+
+#: What becomes of a node that was queued: an intent is opened for it, no room can be planned, it
+#: left the device first, it is in the other tier already, what it hangs from is not, the queue had
+#: no place for it any more.
+FATES = ("planned", "no_room", "lost", "there", "orphaned", "dropped")
 
 
 class Backup:
@@ -19,7 +24,8 @@ class Backup:
     ``on_backed_up`` hears of nodes whose bytes are on HOST on every rank.
     ``num_commits`` and ``num_aborts`` count verdicts, ``num_no_room`` what no room could be planned
     for, ``num_dropped`` what a full queue did not take, ``num_deferred`` intents x steps that kept
-    their place in line.
+    their place in line. ``fates`` says what became of each node that was queued (:data:`FATES`):
+    with those that still wait they are all that the tree has marked.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class Backup:
         self.num_no_room = 0
         self.num_dropped = 0
         self.num_deferred = 0
+        self.fates = dict.fromkeys(FATES, 0)
 
     def _carry(self, intent: Intent, carriage: Carriage) -> None:
         """``intent`` brings the nodes to HOST; until it has ended they are pinned in both tiers."""
@@ -48,6 +55,16 @@ class Backup:
             tree.place(node, Tier.HOST, Residency.RESERVED)
             tree.pin(node, Tier.DEVICE)
             tree.pin(node, Tier.HOST)
+
+    def _leave_line(self, node: Node, fate: str) -> None:
+        """``node`` does not wait any more; ``fate`` is one of :data:`FATES`."""
+        if node.is_queued:
+            self._tiers.tree.mark_queued(node, False)
+            self.fates[fate] += 1
+
+    def waiting_nodes(self) -> list[Node]:
+        """Nodes that wait in the queue, in no order, for the audit."""
+        return []
 
     # -- participant -----------------------------------------------------------------------------
 
@@ -120,6 +137,9 @@ class Backup:
         self._tiers.pools[Tier.HOST].free(carriage.pages)
         self._tiers.side.free_carriage(carriage)
 
+    def flush(self) -> None:
+        """Plan what is queued now, before the step: see ``HierarchicalCache.flush``."""
+
     def held(self) -> list[Carriage]:
         """Its open carriages, for the audit."""
         return list(self._carriages.values())
@@ -137,3 +157,15 @@ class Backup:
     def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""
         self._carriages.clear()
+
+
+def queued_path(node: Node) -> list[Node]:
+    """``node`` and what is queued right above it, from above: a split leaves the mark on both
+    halves but only the lower one in the queue."""
+    path: list[Node] = []
+    at: Node | None = node
+    while at is not None and at.is_queued:
+        path.append(at)
+        at = at.parent
+    path.reverse()
+    return path

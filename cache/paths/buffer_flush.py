@@ -15,7 +15,7 @@ from collections import deque
 from functools import partial
 
 from kvpact.cache.copies.mover import Direction
-from kvpact.cache.paths.backup import Backup
+from kvpact.cache.paths.backup import Backup, queued_path
 from kvpact.cache.paths.insert_voted import Insertion
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.storing.tier import StorageTier
@@ -46,6 +46,7 @@ class BufferFlush(Backup):
         self._deferred: dict[int, list[Node]] = {}  # by the serial of the intent
         self._staged: dict[int, list[int]] = {}  # storage writes' own staging pages
         self._num_written = 0
+        self._newest: Intent | None = None  # of the runs that were opened
 
     # -- the queue -------------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ class BufferFlush(Backup):
             if len(self._queue) >= self._queue_nodes_max:
                 self.num_dropped += 1
                 return
-            node.is_queued = True
+            self._tiers.tree.mark_queued(node, True)
             self._queue.append(node)
 
     @property
@@ -74,16 +75,27 @@ class BufferFlush(Backup):
         from the first on, every rank could stage. Each run has the one before it as its parent: so
         the first node that is refused anywhere keeps all behind it in line, on every rank.
         """
+        self.flush()
+        self.num_deferred += sum(1 for node in self._queue if node.is_queued)
+
+    def flush(self) -> None:
+        """Open what staging has room for; the line behind it waits on."""
         if not self._storage.is_attached:
             self._forget_queue()
-        previous: Intent | None = None
+        previous = self._newest
+        if previous is not None and (not previous.is_undecided or previous.posted_step >= 0):
+            previous = None  # its ballot is on the way: what comes now rides another one
         while run := self._take_run():
             intent = self._open(run, previous)
             if intent is None:
                 self._put_back(run)
                 break
-            previous = intent
-        self.num_deferred += sum(1 for node in self._queue if node.is_queued)
+            previous = self._newest = intent
+
+    def waiting_nodes(self) -> list[Node]:
+        """Nodes that wait in the queue, in no order, for the audit."""
+        found = {node.node_id: node for queued in self._queue for node in queued_path(queued)}
+        return list(found.values())
 
     def _take_run(self) -> list[Node]:
         """Take from the head of the line what fits and one verdict can be about.
@@ -95,15 +107,17 @@ class BufferFlush(Backup):
             return run
         left = self._tiers.manager.room(Tier.HOST.value)
         while self._queue:
-            for node in _queued_path(self._queue[0]):
-                is_there = node.is_alive and self._insertion.is_readable(node)
-                if not is_there or self._is_too_large(node):
-                    node.is_queued = False
+            for node in queued_path(self._queue[0]):
+                if not node.is_alive or not self._insertion.is_readable(node):
+                    self._leave_line(node, "lost")
+                    continue
+                if self._is_too_large(node):
+                    self._leave_line(node, "no_room")
                     continue
                 is_alone = node.device.state is Residency.RESERVED
                 if node.num_pages > left or (run and is_alone):
                     return run
-                node.is_queued = False
+                self._leave_line(node, "planned")
                 run.append(node)
                 left -= node.num_pages
                 if is_alone:
@@ -115,7 +129,7 @@ class BufferFlush(Backup):
         """To the head of the line, in their order; what came last has no place any more."""
         for node in reversed(nodes):
             if node.is_alive and not node.is_queued:
-                node.is_queued = True
+                self._tiers.tree.mark_queued(node, True)
                 self._queue.appendleft(node)
         while len(self._queue) > self._queue_nodes_max:
             self.num_dropped += 1
@@ -127,8 +141,8 @@ class BufferFlush(Backup):
             self._forget(self._queue.pop())
 
     def _forget(self, node: Node) -> None:
-        for above in _queued_path(node):
-            above.is_queued = False
+        for above in queued_path(node):
+            self._leave_line(above, "dropped")
 
     def _is_too_large(self, node: Node) -> bool:
         """It could never be staged, or follows one that was dropped: drop it, do not block."""
@@ -284,18 +298,10 @@ class BufferFlush(Backup):
     def clear(self) -> None:
         """The epoch is over: nothing of it is open or queued any more."""
         super().clear()
-        self._queue.clear()
+        while self._queue:
+            for node in queued_path(self._queue.popleft()):
+                self._leave_line(node, "lost")
         self._deferred.clear()
         self._staged.clear()
+        self._newest = None
         self._num_written = 0
-
-
-def _queued_path(node: Node) -> list[Node]:
-    """A split leaves the mark on both halves but only the lower one in the queue."""
-    path: list[Node] = []
-    at: Node | None = node
-    while at is not None and at.is_queued:
-        path.append(at)
-        at = at.parent
-    path.reverse()
-    return path

@@ -147,10 +147,10 @@ class Insertion:
 
     def end_unread(self) -> None:
         """Reservations are over: what no copy of this rank reads has nothing left to end."""
-        for carriage in self._unread:
+        unread, self._unread = self._unread, []
+        for carriage in unread:
             if carriage.num_copies == 0 and carriage.intent is not None:
                 self._tiers.manager.mark_ended(carriage.intent)
-        self._unread.clear()
 
     def is_readable(self, node: Node) -> bool:
         """A copy that starts now finds its bytes on the device: agreed. Not where they are still
@@ -178,8 +178,13 @@ class Insertion:
         return pages, inserts
 
     def reader_ended(self, carriage: Carriage) -> None:
-        """A copy that read the pages of ``carriage`` has ended on this rank."""
+        """A copy that read the pages of ``carriage`` has ended on this rank.
+
+        Until the reservations of this ballot are over another one may come (:meth:`end_unread`).
+        """
         carriage.num_copies -= 1
+        if carriage in self._unread:
+            return
         intent = carriage.intent
         if carriage.num_copies == 0 and intent is not None and not intent.local_ended:
             self._tiers.manager.mark_ended(intent)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvpact.cache.paths.backup import Backup
+from kvpact.cache.paths.backup import Backup, queued_path
 from kvpact.cache.paths.insert_voted import Insertion
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.residency.withdrawal import Withdrawal
@@ -48,13 +48,13 @@ class WriteThrough(Backup):
     # -- the queue -------------------------------------------------------------------------------
 
     def add(self, node: Node) -> None:
-        """Queue one node. Constant time; nothing is pinned or reserved before the step."""
+        """Queue one node: it is the last to be evicted, but not pinned. Constant time."""
         if node.is_queued:
             return
         if len(self._queue) >= self._queue_nodes_max:
             self.num_dropped += 1
             return
-        node.is_queued = True
+        self._tiers.tree.mark_queued(node, True)
         self._queue.append(node)
 
     def add_path(self, path: list[Node]) -> None:
@@ -76,34 +76,35 @@ class WriteThrough(Backup):
         What finds no slot stays in line, and all behind it.
         """
         while self._queue:
-            # A split leaves the mark on both halves but only the lower one in the queue.
-            chain: list[Node] = []
-            node: Node | None = self._queue[0]
-            while node is not None and node.is_queued:
-                chain.append(node)
-                node = node.parent
-            for node in reversed(chain):
-                if not self._plan(node):
+            for node in queued_path(self._queue[0]):
+                fate = self._plan(node)
+                if not fate:
                     return
-                node.is_queued = False
+                self._leave_line(node, fate)
             self._queue.popleft()
 
-    def _plan(self, node: Node) -> bool:
-        """Open its intent, or drop the node from the queue; False: there is no slot."""
-        if not node.is_alive or node.host.state or not self._insertion.is_readable(node):
-            return True
+    def flush(self) -> None:
+        """Plan what is queued now."""
+        self.plan()
+
+    def _plan(self, node: Node) -> str:
+        """Open its intent, or say why there will be none; empty: there is no slot."""
+        if not node.is_alive or not self._insertion.is_readable(node):
+            return "lost"
+        if node.host.state:
+            return "there"
         parents: list[Intent] = []
         above = node.parent
         if above is not None and above.parent is not None:
             if not above.host.state:
-                return True
+                return "orphaned"
             if above.host.state is Residency.RESERVED and above.host.carriage is not None:
                 parents.append(_intent(above.host.carriage))
         if node.device.state is Residency.RESERVED and node.device.carriage is not None:
             parents.append(_intent(node.device.carriage))
         return self._open(node, parents)
 
-    def _open(self, node: Node, parents: list[Intent]) -> bool:
+    def _open(self, node: Node, parents: list[Intent]) -> str:
         tiers = self._tiers
         anchor = node.parent
         tiers.tree.pin_path(anchor, Tier.HOST)
@@ -118,12 +119,17 @@ class WriteThrough(Backup):
         if intent is None:
             tiers.tree.unpin_path(anchor, Tier.HOST)
             if has_room:
-                return False
+                return ""
             self.num_no_room += 1
             tiers.manager.note("no room", Tier.HOST.value, node.node_id)
-            return True
+            return "no_room"
         self._carry(intent, carriage)
-        return True
+        return "planned"
+
+    def waiting_nodes(self) -> list[Node]:
+        """Nodes that wait in the queue, in no order, for the audit."""
+        found = {node.node_id: node for queued in self._queue for node in queued_path(queued)}
+        return list(found.values())
 
     # -- participant -----------------------------------------------------------------------------
 
@@ -145,7 +151,9 @@ class WriteThrough(Backup):
     def clear(self) -> None:
         """The epoch is over: nothing of it is open or queued any more."""
         super().clear()
-        self._queue.clear()
+        while self._queue:
+            for node in queued_path(self._queue.popleft()):
+                self._leave_line(node, "lost")
 
 
 def _intent(carriage: Carriage) -> Intent:

@@ -79,6 +79,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 class EvictionOrder:
     """The nodes of one tier that may go, cheapest first.
 
+    What is queued for another tier goes last: its only copy would be lost before it was planned.
     A heap with stale entries: every change that can make a node a candidate, or move it, pushes it
     again; what no longer holds when it comes up is dropped. A rebuild bounds the stale ones.
     """
@@ -89,7 +90,7 @@ class EvictionOrder:
     def __init__(self, tier: Tier, policy: EvictionPolicy) -> None:
         self._tier = tier
         self._policy = policy
-        self._heap: list[tuple[Key, int, Node]] = []
+        self._heap: list[tuple[tuple[bool, Key], int, Node]] = []
         self._pushes = 0
         self._bound = self._REBUILD_FLOOR
 
@@ -108,7 +109,7 @@ class EvictionOrder:
         """``node`` may have become a candidate, or has moved in the order."""
         if self.is_candidate(node):
             self._pushes += 1  # never compare nodes: an equal key is a stale duplicate
-            heapq.heappush(self._heap, (self._policy.key(node), self._pushes, node))
+            heapq.heappush(self._heap, (self._key(node), self._pushes, node))
             if len(self._heap) > self._bound:
                 self._rebuild()
 
@@ -116,9 +117,12 @@ class EvictionOrder:
         """Take the first candidate out of the order; ``None``: nothing may go."""
         while self._heap:
             key, _, node = heapq.heappop(self._heap)
-            if self.is_candidate(node) and self._policy.key(node) == key:
+            if self.is_candidate(node) and self._key(node) == key:
                 return node
         return None
+
+    def _key(self, node: Node) -> tuple[bool, Key]:
+        return (node.is_queued, self._policy.key(node))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -128,7 +132,7 @@ class EvictionOrder:
         fresh: dict[int, Node] = {
             node.node_id: node
             for key, _, node in self._heap
-            if self.is_candidate(node) and self._policy.key(node) == key
+            if self.is_candidate(node) and self._key(node) == key
         }
         self._heap.clear()
         self._bound = max(self._REBUILD_FLOOR, self._REBUILD_FACTOR * len(fresh))
@@ -137,5 +141,5 @@ class EvictionOrder:
     def _refill(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             self._pushes += 1
-            self._heap.append((self._policy.key(node), self._pushes, node))
+            self._heap.append((self._key(node), self._pushes, node))
         heapq.heapify(self._heap)

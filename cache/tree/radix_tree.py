@@ -40,6 +40,7 @@ class RadixTree:
         self.order = {tier: EvictionOrder(tier, policy) for tier in Tier}
         self.num_pinned = dict.fromkeys(Tier, 0)  # pages
         self.num_evictable = dict.fromkeys(Tier, 0)  # pages that could all go, leaves first
+        self.num_marked = 0  # nodes ever queued for another tier; a split one counts as two
         self.on_place: Callable[[Node, Tier], None] | None = None
         self._roots: dict[str, Node] = {}
         self._note = note
@@ -120,6 +121,7 @@ class RadixTree:
         upper.last_access, upper.hits = node.last_access, node.hits
         upper.priority = node.priority
         upper.is_queued, upper.built_on = node.is_queued, node.built_on
+        self.num_marked += upper.is_queued
         upper.is_stored, upper.is_dropped = node.is_stored, node.is_dropped
         upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         upper.hashes, node.hashes = node.hashes[:num_pages], node.hashes[num_pages:]
@@ -198,6 +200,13 @@ class RadixTree:
                 return
             above = above.parent
             above.at(tier).num_stuck += stuck
+
+    def mark_queued(self, node: Node, is_queued: bool) -> None:
+        """``node`` waits to be copied to another tier, or no longer: its place among victims."""
+        self.num_marked += is_queued and not node.is_queued
+        node.is_queued = is_queued
+        for order in self.order.values():
+            order.offer(node)
 
     # -- pins ------------------------------------------------------------------------------------
 

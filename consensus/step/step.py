@@ -235,6 +235,20 @@ class Stepper:
             self._paused_s += self.group.now() - began
             self._enter(self._stage)
 
+    def attempt(self, part: Callable[[], None]) -> None:
+        """Between steps: do a part of the next step's preparation now.
+
+        What it raises does not stop this rank alone: the next ballot says that it is broken.
+        """
+        if self._stage in (Stage.CLOSING, Stage.OPENING) or self._cause or self.error:
+            return  # there will be no such step
+        if self._stage is not Stage.IDLE:
+            raise Misuse("what belongs to the next step cannot begin inside one")
+        try:
+            part()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
+            self._cause = error
+
     def leave(self) -> None:
         """Go on stepping until :class:`PeerLeft` is raised: then all ranks have heard of it."""
         self._is_leaving = True

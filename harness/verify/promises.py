@@ -131,6 +131,12 @@ def _bounds(cache: HierarchicalCache) -> list[str]:
         "page tickets that wait": (cache.engine_pages.num_waiting, config.waiting_tickets_max),
     }
     found += [f"{name}: {size} > {most}" for name, (size, most) in bounds.items() if size > most]
+    waiting, fates = len(cache.backup.waiting_nodes()), cache.backup.fates
+    if cache.tree.num_marked != waiting + sum(fates.values()):
+        found.append(
+            f"{cache.tree.num_marked} nodes were queued, {waiting} wait, and of the others is known"
+            f" {fates}"
+        )
     if isinstance(cache.backup, WriteBack):
         leaving = sum(carriage.num_pages for carriage in cache.backup.held())
         counted = cache.backup.underway(Tier.DEVICE.value)
