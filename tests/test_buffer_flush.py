@@ -238,6 +238,36 @@ def test_too_large_is_dropped_with_what_lies_below() -> None:
     assert world.in_storage("abcdx") == [0, 0]
 
 
+@LAGS
+def test_flushes_of_one_ballot_keep_the_order(lag: int) -> None:
+    """What was flushed first is refused on one rank: what was flushed after it stays behind it."""
+    world = buffered(host_pages=8, lag=lag)
+    resident(world, "ab", "cd")
+    world.fault(1, "host.reserve", "refuse")
+    queue(world, "ab")
+    world.each(lambda cache: cache.flush())
+    queue(world, "cd")
+    world.each(lambda cache: cache.flush())
+    world.step_all(1 + lag)
+    if lag == 0:  # else the step that hears of it has planned them again already
+        waiting = world.same(lambda cache: [one.node_id for one in cache.backup.waiting_nodes()])
+        assert waiting == [world.node("ab").node_id, world.node("cd").node_id]
+    world.drain()
+    assert [world.in_storage(text) for text in ("ab", "cd")] == [[2, 2], [2, 2]]
+    assert world.metrics()["backups_lost"] == 0
+
+
+def test_what_is_queued_goes_last() -> None:
+    world = buffered(device_pages=4)
+    resident(world, "ab")
+    queue(world, "ab")
+    resident(world, "cd")
+    assert world.evict(DEVICE, 2) == 2
+    assert world.peek("ab")["device"] == 2
+    world.drain()
+    assert world.in_storage("ab") == [2, 2]
+
+
 def test_a_node_that_is_split_in_the_queue_is_written_whole() -> None:
     world = buffered()
     resident(world, "abcd")

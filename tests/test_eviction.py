@@ -36,7 +36,7 @@ def slow_next(tree: RadixTree, tier: Tier, policy: EvictionPolicy = POLICY) -> N
         and not node.at(tier).pins
         and not any(child.at(tier).state for child in node.children.values())
     ]
-    return min(leaves, key=policy.key, default=None)
+    return min(leaves, key=lambda node: (node.is_queued, policy.key(node)), default=None)
 
 
 TEXTS = st.text(alphabet="abc", min_size=1, max_size=5)
@@ -126,7 +126,10 @@ def test_clear_forgets_everything() -> None:
 # -- other policies --------------------------------------------------------------------------------
 
 PRIORITY_CALLS = st.lists(
-    st.tuples(st.sampled_from(["insert", "match", "evict"]), TEXTS, st.integers(0, 2)), max_size=40
+    st.tuples(
+        st.sampled_from(["insert", "match", "queue", "leave", "evict"]), TEXTS, st.integers(0, 2)
+    ),
+    max_size=40,
 )
 
 
@@ -135,7 +138,7 @@ PRIORITY_CALLS = st.lists(
 def test_each_policy_equals_a_full_sort(
     name: str, calls: list[tuple[str, str, int]], seed: int
 ) -> None:
-    """Hits and priorities move nodes, too, and a node that moves is not forgotten."""
+    """Hits, priorities and the queue move nodes, too, and a node that moves is not forgotten."""
     policy = POLICIES[name]()
     tree = make_tree(policy)
     choose = random.Random(seed)
@@ -150,6 +153,9 @@ def test_each_policy_equals_a_full_sort(
                         tree.place(node, tier, Residency.RESIDENT, pages)
             case "match":
                 tree.match(prompt(text))
+            case "queue" | "leave":
+                for node in tree.walk(prompt(text))[0]:
+                    tree.mark_queued(node, call == "queue")
             case _:
                 node = slow_next(tree, tier, policy)
                 assert tree.order[tier].pop() is node

@@ -38,6 +38,23 @@ def busy(world: World) -> None:
 
 
 @LAGS
+@pytest.mark.parametrize("mode", ["write_through", "buffer_only"])
+def test_what_is_queued_has_a_fate(lag: int, mode: str) -> None:
+    """Every inserted node is backed up, refused or counted; one that just vanishes is found."""
+    world = World(lag=lag, mode=mode, storage=mode == "buffer_only", device_pages=8)
+    busy(world)
+    for text in ("pq", "rs", "tu", "vw", "pqrs"):
+        world.put(text)
+        world.match(text[:1])
+        world.evict(DEVICE, 3)
+        world.step()
+    world.put("zz")
+    world.each(lambda cache: [setattr(n, "is_queued", False) for n in cache.backup.waiting_nodes()])
+    with pytest.raises(AssertionError, match="nodes were queued"):
+        world.step()
+
+
+@LAGS
 def test_agreement(lag: int) -> None:
     """After each step all ranks have applied the same mutations; one that has not is found."""
     world = World(lag=lag)

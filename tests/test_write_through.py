@@ -11,6 +11,7 @@ from kvpact.cache.copies.mover import PartPlan
 from kvpact.cache.hierarchical_cache import HierarchicalCache
 from kvpact.cache.paths.write_through import WriteThrough
 from kvpact.cache.tree.node import Residency, Tier
+from kvpact.consensus.core.errors import PeerError
 from kvpact.consensus.core.participant import OutcomeKind
 from tests.cache_world import World, prompt
 
@@ -72,15 +73,76 @@ def test_a_node_is_queued_once() -> None:
     assert world.same(lambda cache: cache.backup.num_queued) == 0
 
 
-def test_dead_nodes_are_dropped() -> None:
+def test_dead_nodes_are_dropped_and_counted() -> None:
     world = World()
     resident(world, "ab")
     queue(world, "ab")
     assert world.evict(DEVICE, 2) == 2
     world.drain()
     assert world.metrics()["backups"] == 0
+    assert world.metrics()["backups_lost"] == 1
     assert world.metrics()["aborts"] == 0
     world.is_empty()
+
+
+def test_what_is_queued_goes_last() -> None:
+    """Whatever was used later: who makes room before the step finds another victim."""
+    world = World(device_pages=4)
+    resident(world, "ab")
+    queue(world, "ab")
+    resident(world, "cd")
+    world.match("cd")
+    assert world.evict(DEVICE, 2) == 2
+    assert (world.peek("ab")["device"], world.peek("cd")["device"]) == (2, 0)
+    world.drain()
+    assert world.peek("ab")["host"] == 2
+    assert world.metrics()["backups_lost"] == 0
+    assert world.evict(DEVICE, 2) == 2  # what waits no longer is a victim like any other
+
+
+@LAGS
+def test_a_flush_lets_vote_and_ending_share_a_ballot(lag: int) -> None:
+    world = World(lag=lag)
+    resident(world, "ab")
+    queue(world, "ab")
+    world.each(lambda cache: cache.flush())
+    assert world.pinned() == {DEVICE: 2, HOST: 2}
+    world.step_all(1 + lag)
+    assert world.pinned() == {DEVICE: 0, HOST: 0}
+    assert world.peek("ab")["host"] == 2
+    assert world.metrics()["collectives"] == 1 + lag
+    assert world.same(lambda cache: cache.has_pending()) is False
+
+
+@LAGS
+def test_a_flush_of_an_undecided_insert(lag: int) -> None:
+    """Its pages are reserved and read before the step, and read again by what is queued later."""
+    world = World(lag=lag)
+    assert world.put("ab")
+    world.each(lambda cache: cache.flush())
+    world.match("a")  # splits what is being copied
+    assert world.put("abcd")
+    world.step()
+    world.drain()
+    assert world.peek("abcd") == {"device": 4, "host": 4, "usable": 4}
+    world.evict(DEVICE, 10)
+    world.evict(HOST, 10)
+    world.is_empty()
+
+
+def test_a_flush_that_fails_on_one_rank_is_the_error_of_all() -> None:
+    world = World()
+    resident(world, "ab")
+    queue(world, "ab")
+    world.checks = False
+
+    def breaks() -> None:
+        raise OSError("no pinned memory")
+
+    world.caches[1].tiers.copier.submit = breaks
+    world.each(lambda cache: cache.flush())
+    with pytest.raises(PeerError, match="no pinned memory"):
+        world.step()
 
 
 def test_a_split_while_queued_is_repaired() -> None:

@@ -43,7 +43,7 @@ class Backup:
         self.num_no_room = 0
         self.num_dropped = 0
         self.num_deferred = 0
-        self.fates = dict.fromkeys(FATES, 0)
+        self.fates: dict[str, int] = dict.fromkeys(FATES, 0)
 
     def _carry(self, intent: Intent, carriage: Carriage) -> None:
         """``intent`` brings the nodes to HOST; until it has ended they are pinned in both tiers."""

@@ -90,7 +90,8 @@ class Engine:
 
     A request that finds no pages gives back what it has and tries again; the oldest goes first, so
     somebody always gets on. With ``decides`` pages that are asked for are decided in an extra round
-    of the same iteration, as for an engine that cannot wait. Raises :class:`InternalError` where
+    of the same iteration, as for an engine that cannot wait. With ``flushes`` backups begin right
+    after the requests that finish, else in the step. Raises :class:`InternalError` where
     loaded bytes are not right.
     """
 
@@ -103,6 +104,7 @@ class Engine:
         settle_copies: Callable[[], None],
         after_step: Callable[[StepResult], None],
         decides: bool = False,
+        flushes: bool = True,
     ) -> None:
         self.rank = rank
         self.cache = rank.cache
@@ -117,6 +119,7 @@ class Engine:
         self._iteration = 0
         self._decides = decides
         self._has_asked = False
+        self._flushes = flushes
         self._has_headroom = rank.cache.config.headroom_pages > 0
         storage = rank.cache.storage is not None
         self._stages = storage and rank.cache.config.mode == "buffer_only"
@@ -167,6 +170,8 @@ class Engine:
                 totals.storage_hits += stored
                 totals.host_hits += report.host_hit_pages - stored
                 lane.phase, lane.request = Phase.FREE, None
+        if self._flushes:
+            self.cache.flush()
 
     def _admit(self, lane: Lane) -> None:
         if lane.phase is not Phase.FREE:

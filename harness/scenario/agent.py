@@ -37,6 +37,7 @@ from kvpact.harness.scenario.model import (
     Expect,
     Fault,
     Finish,
+    Flush,
     Free,
     Headroom,
     Heal,
@@ -63,7 +64,9 @@ __all__ = ["Agent", "Observation", "Raised", "RankRecord"]
 
 #: What only an engine that owns its pages asks for, and with it all that is not a scheduler's call.
 Driven = Admit | Take | Compute | Free | Headroom
-Managed = Driven | Fault | Heal | Reset | NewWeights | Settle | AttachStorage | DetachStorage
+Managed = (
+    Driven | Flush | Fault | Heal | Reset | NewWeights | Settle | AttachStorage | DetachStorage
+)
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -217,6 +220,8 @@ class Agent:
             case NewWeights():
                 self.cache.new_weights(entry.version)
                 self._let_go()
+            case Flush():
+                self.cache.flush()
             case Settle():
                 self.cache.settle_for_prefetch(entry.request)
             case AttachStorage():

@@ -35,6 +35,7 @@ __all__ = [
     "Expect",
     "Fault",
     "Finish",
+    "Flush",
     "Free",
     "Headroom",
     "Heal",
@@ -227,6 +228,10 @@ class Finish(Entry, frozen=True, kw_only=True, tag="finish"):
     request: Name
 
 
+class Flush(Entry, frozen=True, kw_only=True, tag="flush"):
+    """Backups that are queued are planned and started now, not in the step."""
+
+
 class Abort(Entry, frozen=True, kw_only=True, tag="abort"):
     """The request is aborted in whatever state it is."""
 
@@ -345,6 +350,7 @@ Do = (
     | Prefetch
     | Evict
     | Finish
+    | Flush
     | Abort
     | Admit
     | Take
