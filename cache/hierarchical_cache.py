@@ -221,6 +221,7 @@ class HierarchicalCache:
         path = self.lookup.path_of(match)
         if self.staged_loads is not None:
             live = self.requests.open(request)
+            self.load_back.hold(live, path)
             return self.staged_loads.request(live, match.tokens, match.namespace, path)
         return self.load_back.request(self.requests.open(request), path, pages_max)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpact.cache.memory.page_pool import PagePool
@@ -499,3 +500,20 @@ def test_a_reset_with_everything_open() -> None:
     assert world.free_pages(HOST) == [16, 16]
     assert world.free_pages(DEVICE) == [14, 14]
     assert world.in_storage("xy") == [2, 2]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_load_holds_nothing_of_what_others_inserted_meanwhile(steps: int) -> None:
+    """Another prompt goes on where this one ends: its node is not held, nor read, as a whole."""
+    world = buffered()
+    world.store("ab")
+    world.evict(DEVICE, 10)
+    world.load("abc", "r")
+    world.step_all(steps)
+    assert world.put("abcd", "other")
+    world.drain()
+    for cache in world.caches:
+        held = cache.requests.require("r").held
+        assert held is not None
+        tokens = np.concatenate([node.tokens for node in held.path()])
+        assert tokens.tolist() == prompt("abc").tolist()[: len(tokens)]

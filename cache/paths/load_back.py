@@ -58,7 +58,7 @@ class LoadBack:
         """
         device = [node for node in path if node.device.is_published]
         ticket = Ticket(request, path[-1] if path else None, self._count(device))
-        self._requests.hold(request, device[-1] if device else None)
+        self.hold(request, path)
         wanted = self._wanted(path)
         if not wanted and not any(node.device.state is Residency.RESERVED for node in path):
             ticket.refuse("nothing to load")
@@ -68,6 +68,11 @@ class LoadBack:
         if ticket.state is TicketState.PENDING:
             self._tickets.append(ticket)
         return ticket
+
+    def hold(self, request: Request, path: list[Node]) -> None:
+        """``request`` pins what of ``path`` is on the device, and nothing else any more."""
+        device = [node for node in path if node.device.is_published]
+        self._requests.hold(request, device[-1] if device else None)
 
     def plan(self) -> None:
         """Open what found no slot before, in the order of asking."""
