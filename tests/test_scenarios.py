@@ -40,6 +40,7 @@ DEPENDS_ON_LAG = {
     "write_back_waits_for_its_victim.toml": "looks at what one step published",
     "insert_refused_backup_running.toml": "counts a refusal after one step",
     "parent_refused_child_fits.toml": "counts aborts after one step",
+    "flush_shares_the_ballot.toml": "looks at what one step ended",
     "reserve_refused_on_one_rank.toml": "counts an abort after one step",
 }
 
