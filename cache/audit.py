@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from kvpact.cache.core import CacheCore
-from kvpact.cache.paths.buffer_flush import BufferFlush
 from kvpact.cache.tree.node import STORAGE, Node, Tier
 from kvpact.consensus.core.errors import InternalError
 
@@ -29,15 +28,10 @@ def audit(core: CacheCore) -> None:
 def _check_pages(core: CacheCore, tier: Tier, in_tree: list[int]) -> None:
     pool = core.tiers.pools[tier]
     pool.check_integrity()
-    owned = list(in_tree)
+    owned = in_tree + [page for path in core.paths for page in path.held_pages(tier)]
     if tier is Tier.DEVICE:
-        owned += core.insertion.held_pages() + core.load_back.held_pages()
-        owned += core.engine_pages.held_pages() + core.orphans.pages
+        owned += core.orphans.pages
         owned += [page for request in core.requests for page in request.private]
-    else:
-        owned += core.backup.held_pages()
-        if core.storage is not None:
-            owned += core.storage.prefetch.held_pages()
     twice = [page for page, count in Counter(owned).items() if count > 1]
     if twice:
         raise InternalError(f"{tier.value} pages {twice} have two owners", rank=core.rank)
@@ -51,10 +45,8 @@ def _check_pages(core: CacheCore, tier: Tier, in_tree: list[int]) -> None:
 
 
 def _check_ledger(core: CacheCore, tier: Tier, num_pages: int) -> None:
-    if tier is Tier.HOST and isinstance(core.backup, BufferFlush):
-        num_pages += len(core.backup.written_pages())
+    num_pages += sum(path.charged_pages(tier) for path in core.paths)
     if tier is Tier.DEVICE:
-        num_pages += core.engine_pages.headroom
         num_pages += sum(len(request.private) for request in core.requests)
     _require_charged(core, tier.value, num_pages)
 
@@ -73,7 +65,7 @@ def _require_charged(core: CacheCore, name: str, num_pages: int) -> None:
 
 def _check_side_pools(core: CacheCore, nodes: list[Node]) -> None:
     side = core.tiers.side
-    carriages = [*core.insertion.held(), *core.load_back.held(), *core.backup.held()]
+    carriages = [carriage for path in core.paths for carriage in path.held()]
     owned, kept = side.owned(nodes, carriages), side.owned(nodes, [])
     for one in side:
         for tier, pool in one.pools.items():

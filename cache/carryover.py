@@ -125,7 +125,7 @@ class Carryover:
                 core.orphans.take([request])
                 core.orphans.lose(request)
                 core.requests.forget(request)
-        for path in core.paths():
+        for path in core.paths:
             path.clear()
         for tier in Tier:
             core.event_log.cleared(tier.value)

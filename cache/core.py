@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from kvpact.cache.config import CacheConfig, schema_of
 from kvpact.cache.copies.copier import Copier
@@ -29,6 +28,7 @@ from kvpact.cache.paths.write_back import WriteBack
 from kvpact.cache.paths.write_through import WriteThrough
 from kvpact.cache.requests.orphans import Orphans
 from kvpact.cache.requests.table import RequestTable
+from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.residency.withdrawal import Withdrawal
 from kvpact.cache.storing.tier import StorageTier
@@ -42,14 +42,6 @@ from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.core.participant import Outcome
 
 __all__ = ["CacheCore"]
-
-
-class _Path(Protocol):
-    """One way of pages through the tiers."""
-
-    def clear(self) -> None:
-        """The epoch is over."""
-        ...
 
 
 class CacheCore:
@@ -120,6 +112,21 @@ class CacheCore:
             self.tiers, headroom_pages=config.headroom_pages, waiting_max=waiting_max
         )
 
+        every = (
+            self.engine_pages,
+            self.insert_line,
+            self.insertion,
+            self.load_back,
+            self.backup,
+            self.storage,
+            self.staged_loads,
+        )
+        #: Every path, in the order in which a step plans: the first finds slots and room.
+        self.paths: tuple[Path, ...] = tuple(path for path in every if path is not None)
+        # Only those that do something there: most steps of most engines have nothing to do.
+        self._plan = [path.plan for path in self.paths if _overrides(path, "plan")]
+        self._hear = [path.settled for path in self.paths if _overrides(path, "settled")]
+
     def _make_backup(self) -> WriteThrough | WriteBack | BufferFlush:
         """The path by which this mode brings nodes to the other tiers."""
         config, storage = self.config, self.storage
@@ -153,12 +160,8 @@ class CacheCore:
         self.tiers.copier.collect()
         if self.storage is not None:
             self.storage.io.collect()
-        self.engine_pages.plan()
-        self.insert_line.plan()
-        self.load_back.plan()
-        self.backup.plan()
-        if self.storage is not None:
-            self.storage.plan()
+        for plan in self._plan:
+            plan()
         self.manager.reserve_open()
         self.insertion.end_unread()
         self.tiers.copier.submit()
@@ -171,19 +174,11 @@ class CacheCore:
 
     def settled(self, outcomes: list[Outcome]) -> None:
         """After a verdict: tidy the tree, tell the tickets."""
-        self.backup.requeue()
         self.tiers.prune()
-        self.load_back.resolve()
-        if self.staged_loads is not None:
-            self.staged_loads.resolve()
+        for hear in self._hear:
+            hear()
 
     # -- looking in ------------------------------------------------------------------------------
-
-    def paths(self) -> list[_Path]:
-        """Every path, for the end of an epoch."""
-        paths: list[_Path] = [self.insertion, self.insert_line, self.load_back, self.backup]
-        paths.append(self.engine_pages)
-        return paths + [path for path in (self.storage, self.staged_loads) if path is not None]
 
     def usable(self, pool: str) -> int:
         """Pages of ``pool`` that this rank can use: capacity less limbo and orphans."""
@@ -200,21 +195,12 @@ class CacheCore:
 
     def waits(self) -> dict[str, str]:
         """Who waits in a line, and what for; agreed."""
-        lines = (self.engine_pages, self.insert_line, self.load_back)
-        return {name: lacks for line in lines for name, lacks in line.waits().items()}
+        return {name: lacks for path in self.paths for name, lacks in path.waits().items()}
 
     @property
     def has_pending(self) -> bool:
         """Something waits for a step: agreed."""
-        return (
-            not self.manager.is_idle
-            or self.backup.num_queued > 0
-            or self.load_back.num_waiting > 0
-            or self.engine_pages.num_waiting > 0
-            or self.insert_line.num_waiting > 0
-            or (self.storage is not None and self.storage.is_busy)
-            or (self.staged_loads is not None and self.staged_loads.num_open > 0)
-        )
+        return not self.manager.is_idle or any(path.is_pending for path in self.paths)
 
     def counts(self) -> dict[str, int]:
         """Counters since the start: intents, pages and copies."""
@@ -262,3 +248,7 @@ class CacheCore:
             self.journal.fact("publish", tier.value, node.node_id, serial, *presence.pages)
         else:
             self.journal.fact("unpublish", tier.value, node.node_id)
+
+
+def _overrides(path: Path, name: str) -> bool:
+    return getattr(type(path), name) is not getattr(Path, name)

@@ -124,7 +124,7 @@ def test_each_storage_write_keeps_its_own_staging() -> None:
     world.step_all(4)
     assert world.pinned()[DEVICE] == 0
     assert world.free_pages(HOST) == [14, 14]
-    assert len(flush(world).written_pages()) == 2
+    assert flush(world).charged_pages(HOST) == 2
     world.drain()
     assert world.free_pages(HOST) == [16, 16]
 

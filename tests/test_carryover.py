@@ -284,7 +284,7 @@ def test_after_a_reset_all_state_is_that_of_a_new_cache(mode: str) -> None:
     for cache in new.caches:
         cache.stepper.renew(dict.fromkeys(cache.manager.schema.pools, 0))
     for used, fresh in zip(world.caches, new.caches, strict=True):
-        for path, other in zip(used._core.paths(), fresh._core.paths(), strict=True):
+        for path, other in zip(used._core.paths, fresh._core.paths, strict=True):
             assert state(path) == state(other), type(path).__name__
         assert used.requests.digest == fresh.requests.digest
         assert (used.manager.step, used.manager.clock_ms) == (0, 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvpact.cache.copies.mover import Direction
 from kvpact.cache.paths.insert_voted import Insertion
+from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.tree.node import Carriage, Node, Residency, Tier
 from kvpact.consensus.core.participant import Intent
@@ -18,7 +19,7 @@ __all__ = ["FATES", "Backup", "queued_path"]
 FATES = ("planned", "no_room", "lost", "there", "orphaned", "dropped")
 
 
-class Backup:
+class Backup(Path):
     """The half of a participant that write-through, write-back and buffer flush share.
 
     ``on_backed_up`` hears of nodes whose bytes are on HOST on every rank.
@@ -144,14 +145,23 @@ class Backup:
         """Its open carriages, for the audit."""
         return list(self._carriages.values())
 
-    def requeue(self) -> None:
-        """A ballot was settled: what it deferred, if anything, goes back into line."""
+    @property
+    def num_queued(self) -> int:
+        """Nodes that wait for their backup: agreed."""
+        return 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Some node waits for its backup."""
+        return self.num_queued > 0
 
     def add_path(self, path: list[Node]) -> None:
         """``path`` was inserted or used again: queue what of it should leave the device."""
 
-    def held_pages(self) -> list[int]:
+    def held_pages(self, tier: Tier) -> list[int]:
         """Host pages of this rank that open intents own."""
+        if tier is not Tier.HOST:
+            return []
         return [page for carriage in self._carriages.values() for page in carriage.pages]
 
     def clear(self) -> None:

@@ -240,7 +240,7 @@ class BufferFlush(Backup):
         self.num_deferred += len(nodes)
         self._deferred.setdefault(intent.serial, [])[:0] = nodes
 
-    def requeue(self) -> None:
+    def settled(self) -> None:
         """A ballot was settled: what it deferred goes back to the head of the line, in order."""
         for serial in sorted(self._deferred, reverse=True):
             self._put_back(self._deferred[serial])
@@ -287,12 +287,15 @@ class BufferFlush(Backup):
         self._staged[number] = pages
         self._storage.storing.add([node], pages, released)
 
-    def held_pages(self) -> list[int]:
+    def held_pages(self, tier: Tier) -> list[int]:
         """Staging pages of this rank: of copies, and of storage writes."""
-        return super().held_pages() + self.written_pages()
+        return super().held_pages(tier) + (self._written_pages() if tier is Tier.HOST else [])
 
-    def written_pages(self) -> list[int]:
+    def charged_pages(self, tier: Tier) -> int:
         """Staging pages that storage writes own: charged, though no intent holds them."""
+        return len(self._written_pages()) if tier is Tier.HOST else 0
+
+    def _written_pages(self) -> list[int]:
         return [page for pages in self._staged.values() for page in pages]
 
     def clear(self) -> None:

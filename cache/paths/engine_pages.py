@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kvpact.cache.requests.table import Request
 from kvpact.cache.requests.ticket import Ticket, TicketState
+from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.participant import Intent
@@ -18,7 +19,7 @@ __all__ = ["EnginePages"]
 _POOL = Tier.DEVICE.value
 
 
-class EnginePages:
+class EnginePages(Path):
     """Participant for pages that requests own themselves."""
 
     kind = "pages"
@@ -95,6 +96,11 @@ class EnginePages:
     def num_waiting(self) -> int:
         """Tickets that wait for a slot."""
         return len(self._waiting)
+
+    @property
+    def is_pending(self) -> bool:
+        """Some ticket waits for a slot."""
+        return bool(self._waiting)
 
     def waits(self) -> dict[str, str]:
         """Who waits in line, and what for: agreed."""
@@ -203,11 +209,12 @@ class EnginePages:
         self._stock.clear()
         self._num_asked = 0
 
-    def held_pages(self) -> list[int]:
+    def held_pages(self, tier: Tier) -> list[int]:
         """Device pages of this rank in the headroom and in open intents."""
+        if tier is not Tier.DEVICE:
+            return []
         return self._stock + [page for pages in self._reserved.values() for page in pages]
 
-    @property
-    def num_held(self) -> int:
-        """Pages of the headroom, agreed."""
-        return len(self._stock)
+    def charged_pages(self, tier: Tier) -> int:
+        """The headroom: voted, and nobody's yet."""
+        return len(self._stock) if tier is Tier.DEVICE else 0

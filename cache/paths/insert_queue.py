@@ -11,6 +11,7 @@ from collections import deque
 from kvpact.cache.paths.backup import Backup
 from kvpact.cache.paths.insert_voted import Fill, Insertion, Proposal
 from kvpact.cache.requests.table import Request, RequestTable
+from kvpact.cache.residency.path import Path
 from kvpact.cache.tree.node import Tokens
 from kvpact.cache.tree.radix_tree import RadixTree
 from kvpact.consensus.core.errors import Misuse
@@ -38,7 +39,7 @@ class _Wish:
         self.priority = priority
 
 
-class InsertLine:
+class InsertLine(Path):
     """Turns inserted tokens into nodes whose pages are voted. Bounded by ``waiting_max``."""
 
     def __init__(
@@ -86,6 +87,11 @@ class InsertLine:
     def num_waiting(self) -> int:
         """Inserts in line: agreed."""
         return len(self._line)
+
+    @property
+    def is_pending(self) -> bool:
+        """Some insert waits in line."""
+        return bool(self._line)
 
     def waits(self) -> dict[str, str]:
         """Who waits in line, and what for: agreed."""

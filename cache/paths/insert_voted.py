@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
+from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.tree.node import Carriage, Node, Residency, Tier
 from kvpact.consensus.core.participant import Intent
@@ -27,7 +28,7 @@ class Proposal(enum.Enum):
     REFUSED = "refused"
 
 
-class Insertion:
+class Insertion(Path):
     """Participant for the device pages of inserted nodes."""
 
     kind = "insert"
@@ -229,8 +230,10 @@ class Insertion:
         """Its open carriages, for the audit."""
         return list(self._carriages.values())
 
-    def held_pages(self) -> list[int]:
+    def held_pages(self, tier: Tier) -> list[int]:
         """Device pages of this rank that undecided or draining inserts own."""
+        if tier is not Tier.DEVICE:
+            return []
         return [page for carriage in self._carriages.values() for page in carriage.pages]
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from kvpact.cache.copies.mover import Direction
 from kvpact.cache.requests.table import Request, RequestTable
 from kvpact.cache.requests.ticket import Ticket, TicketState
+from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.residency.withdrawal import Withdrawal
 from kvpact.cache.tree.node import Carriage, Node, Residency, Tier
@@ -23,7 +24,7 @@ from kvpact.consensus.core.transaction import State
 __all__ = ["LoadBack"]
 
 
-class LoadBack:
+class LoadBack(Path):
     """Participant for loads from HOST to DEVICE. ``minimum_pages``: shorter ones are recomputed."""
 
     kind = "load_back"
@@ -99,7 +100,7 @@ class LoadBack:
             if intent is not None and is_ours and intent.is_undecided:
                 self._tiers.manager.withdraw(intent)
 
-    def resolve(self) -> None:
+    def settled(self) -> None:
         """A step was settled: tell the tickets whose loads are all decided."""
         pending: list[Ticket] = []
         for ticket in self._tickets:
@@ -127,6 +128,11 @@ class LoadBack:
     def num_waiting(self) -> int:
         """Tickets that wait for a slot."""
         return len(self._waiting)
+
+    @property
+    def is_pending(self) -> bool:
+        """Some ticket waits for a slot."""
+        return bool(self._waiting)
 
     def waits(self) -> dict[str, str]:
         """Who waits in line, and what for: agreed."""
@@ -354,8 +360,10 @@ class LoadBack:
         """Its open carriages, for the audit."""
         return list(self._carriages.values())
 
-    def held_pages(self) -> list[int]:
+    def held_pages(self, tier: Tier) -> list[int]:
         """Device pages of this rank that open loads own."""
+        if tier is not Tier.DEVICE:
+            return []
         return [page for carriage in self._carriages.values() for page in carriage.pages]
 
 

@@ -12,6 +12,7 @@ from itertools import takewhile
 from kvpact.cache.paths.load_back import LoadBack
 from kvpact.cache.requests.table import Request
 from kvpact.cache.requests.ticket import Ticket, TicketState
+from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.storing.prefetch import Prefetch
 from kvpact.cache.tree.node import Node, Tier, Tokens
@@ -32,7 +33,7 @@ class _Staged:
         self.namespace = namespace
 
 
-class StagedLoads:
+class StagedLoads(Path):
     """Follows loads from storage through staging; every call is agreed."""
 
     def __init__(self, tiers: Tiers, prefetch: Prefetch, load_back: LoadBack) -> None:
@@ -46,10 +47,10 @@ class StagedLoads:
         fetch = self._prefetch.request(request, tokens, namespace, path)
         ticket = Ticket(request, None, 0)
         self._loads.append(_Staged(ticket, fetch, tokens, namespace))
-        self.resolve()
+        self.settled()
         return ticket
 
-    def resolve(self) -> None:
+    def settled(self) -> None:
         """A step was settled: go on from staging to the device, and clear what nobody needs."""
         for staged in list(self._loads):
             self._go_on(staged)
@@ -79,9 +80,9 @@ class StagedLoads:
         self._tiers.prune()
 
     @property
-    def num_open(self) -> int:
-        """Loads that are not decided: agreed."""
-        return len(self._loads)
+    def is_pending(self) -> bool:
+        """Some load is not decided."""
+        return bool(self._loads)
 
     def clear(self) -> None:
         """The epoch is over."""

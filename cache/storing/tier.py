@@ -6,6 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from kvpact.cache.copies.storage_io import StorageIo
+from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.storing.clear import Clearing
 from kvpact.cache.storing.prefetch import Prefetch
@@ -29,7 +30,7 @@ class StorageState(enum.Enum):
     DETACHED = "detached"
 
 
-class StorageTier:
+class StorageTier(Path):
     """Storage writes and prefetches, and whether there is a storage at all."""
 
     def __init__(self, tiers: Tiers, io: StorageIo, events: EventLog, config: CacheConfig) -> None:
@@ -59,7 +60,7 @@ class StorageTier:
         return self.state is StorageState.ATTACHED
 
     @property
-    def is_busy(self) -> bool:
+    def is_pending(self) -> bool:
         """Something of it is queued or open, or it is about to be detached: agreed."""
         return self._has_open or self.state in (StorageState.DRAINING, StorageState.CLEARING)
 
@@ -126,6 +127,10 @@ class StorageTier:
     def resume(self, *, attached: bool) -> None:
         """Begin an epoch in a state that all ranks agreed on: nothing is open in it."""
         self.state = StorageState.ATTACHED if attached else StorageState.DETACHED
+
+    def held_pages(self, tier: Tier) -> list[int]:
+        """Host pages of this rank that open prefetches own."""
+        return self.prefetch.held_pages() if tier is Tier.HOST else []
 
     def clear(self) -> None:
         """The epoch is over: nothing of it is open any more."""
