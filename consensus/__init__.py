@@ -2,9 +2,8 @@
 
 The lowest layer. It imports neither ``cache`` nor ``harness``, knows no tree and no tensor copy,
 and only ``kvpact.consensus.transport.gloo`` talks to other ranks. An engine with a cache of its own
-needs this package alone: :class:`Membership` to meet the other ranks, a :class:`Participant` for
-what it can reserve, a :class:`TransactionManager` for what is open, a :class:`Stepper` for the
-steps.
+needs this package alone: :func:`join` to meet the other ranks, a :class:`Participant` for what it
+can reserve, and of the room ``engine`` whatever saves it work.
 """
 
 from __future__ import annotations
@@ -32,6 +31,11 @@ if TYPE_CHECKING:
     from kvpact.consensus.core.journal import Entry, Journal, read_journal
     from kvpact.consensus.core.manager import TransactionManager, Verdict
     from kvpact.consensus.core.participant import Intent, Outcome, OutcomeKind, Participant
+    from kvpact.consensus.engine.chains import ChainFate, ChainPlan, Link
+    from kvpact.consensus.engine.limbo import Limbo
+    from kvpact.consensus.engine.replica import CarriesNothing, Replica, join
+    from kvpact.consensus.engine.shared_pool import SharedPool
+    from kvpact.consensus.engine.tickets import Ticket, Tickets, TicketState
     from kvpact.consensus.epoch.report import Policy, Seal
     from kvpact.consensus.membership import Membership
     from kvpact.consensus.step.step import Carrier, StepLimits, Stepper
@@ -42,6 +46,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BadInput",
     "Carrier",
+    "CarriesNothing",
+    "ChainFate",
+    "ChainPlan",
     "Divergence",
     "Entry",
     "GlooGroup",
@@ -50,6 +57,8 @@ __all__ = [
     "InternalError",
     "Journal",
     "KvpactError",
+    "Limbo",
+    "Link",
     "Membership",
     "Misuse",
     "Outcome",
@@ -61,18 +70,24 @@ __all__ = [
     "Policy",
     "ProgressLost",
     "RankStalled",
+    "Replica",
     "ResourceError",
     "Schema",
     "Seal",
+    "SharedPool",
     "Status",
     "StepLimits",
     "Stepper",
     "Store",
     "StoreSilent",
     "TcpStore",
+    "Ticket",
+    "TicketState",
+    "Tickets",
     "TransactionManager",
     "Verdict",
     "Work",
+    "join",
     "read_journal",
     "serve_tcp_store",
 ]
@@ -96,6 +111,11 @@ _HOMES = {
     "kvpact.consensus.core.journal": ("Entry", "Journal", "read_journal"),
     "kvpact.consensus.core.manager": ("TransactionManager", "Verdict"),
     "kvpact.consensus.core.participant": ("Intent", "Outcome", "OutcomeKind", "Participant"),
+    "kvpact.consensus.engine.chains": ("ChainFate", "ChainPlan", "Link"),
+    "kvpact.consensus.engine.limbo": ("Limbo",),
+    "kvpact.consensus.engine.replica": ("CarriesNothing", "Replica", "join"),
+    "kvpact.consensus.engine.shared_pool": ("SharedPool",),
+    "kvpact.consensus.engine.tickets": ("Ticket", "TicketState", "Tickets"),
     "kvpact.consensus.epoch.report": ("Policy", "Seal"),
     "kvpact.consensus.membership": ("Membership",),
     "kvpact.consensus.step.step": ("Carrier", "StepLimits", "Stepper"),

@@ -36,6 +36,7 @@ class Owner:
         self.tree: dict[Value, dict[str, int]] = {}
         self.held: dict[int, dict[str, int]] = {}
         self.stuck: dict[int, dict[str, int]] = {}
+        self.running: set[Value] = set()  # keys of intents that started and have not ended
         self.refuse: set[tuple[Value, str]] = set()
         self.calls: list[tuple[Any, ...]] = []
 
@@ -52,6 +53,7 @@ class Owner:
 
     def start(self, intent: Intent) -> None:
         self.calls.append(("start", intent.key))
+        self.running.add(intent.key)
 
     def commit(self, intent: Intent) -> None:
         self.calls.append(("commit", intent.key))
@@ -62,6 +64,7 @@ class Owner:
 
     def ended(self, intent: Intent) -> None:
         self.calls.append(("ended", intent.key))
+        self.running.discard(intent.key)
         held = self.held.pop(intent.serial, {})
         kept: dict[str, int] = {}
         if intent.state is State.DONE:
@@ -102,9 +105,7 @@ class Owner:
 
     def _in_tree(self, pool: str) -> int:
         """Pages of what is published and over: those of an open intent count as held."""
-        open_keys = {line[1] for line in self.calls if line[0] == "start"}
-        open_keys -= {line[1] for line in self.calls if line[0] == "ended"}
-        return sum(n.get(pool, 0) for key, n in self.tree.items() if key not in open_keys)
+        return sum(n.get(pool, 0) for key, n in self.tree.items() if key not in self.running)
 
 
 def make_manager(

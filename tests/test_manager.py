@@ -1123,3 +1123,84 @@ def test_a_new_intent_knows_nothing_yet() -> None:
     assert intent.is_committed
     with pytest.raises(AttributeError):
         setattr(outcomes[0], "intent", None)  # noqa: B010  the type forbids it, too
+
+
+# -- what an engine adds ---------------------------------------------------------------------------
+
+
+class Whole(Owner):
+    """An engine that allocates all pools of an intent in one call, and pins at the opening."""
+
+    def reserve_all(self, intent: Intent) -> bool:
+        self.calls.append(("reserve_all", intent.key))
+        if any(num_pages > self.free[pool] for pool, num_pages in intent.need.items()):
+            return False
+        for pool, num_pages in intent.need.items():
+            self.free[pool] -= num_pages
+            self.held.setdefault(intent.serial, {})[pool] = num_pages
+        return True
+
+    def opened(self, intent: Intent) -> None:
+        self.calls.append(("opened", intent.key))
+
+
+def test_all_pools_at_once_or_none() -> None:
+    owner = Whole({"a": 4, "b": 2})
+    manager = make_manager(0, owner)
+    fits = manager.open("copy", "x", {"a": 2, "b": 2}, owner)
+    short = manager.open("copy", "y", {"a": 2, "b": 1}, owner)
+    assert fits is not None
+    assert short is not None
+    manager.reserve_open()
+    assert (fits.vote, fits.state) == (4, State.RESERVED)
+    assert (short.vote, short.state) == (0, State.REFUSED)
+    assert owner.free == {"a": 2, "b": 0}
+    assert owner.keys("reserve") == owner.keys("unreserve") == []
+    assert owner.calls[:2] == [("opened", "x"), ("opened", "y")], "a refused rank hears of it too"
+
+
+def test_a_payload_comes_along_and_decides_nothing() -> None:
+    owner = Owner({"a": 4})
+    one, two = make_manager(0, owner), make_manager(1, owner)
+    first = one.open("copy", "x", {"a": 1}, owner, payload=[1])
+    second = two.open("copy", "x", {"a": 1}, owner)
+    assert first is not None
+    assert second is not None
+    assert (first.payload, second.payload) == ([1], None)
+    assert one.journal.fingerprint == two.journal.fingerprint
+
+
+def test_what_is_kept_is_charged_until_it_is_given_back_and_ranks_see_that_alike() -> None:
+    replica = world()
+    intent = replica.open("x", {"a": 4})
+    replica.decide()
+    replica.end(intent)
+    replica.decide()
+    assert (replica.charged(), replica.room()) == (4, 6)
+    one, two, _ = replica.managers
+    one.give_back("a", 3)
+    assert (one.ledger.charged("a"), one.room("a")) == (1, 9)
+    assert one.journal.fingerprint != two.journal.fingerprint, "a refund on one rank shows at once"
+    with pytest.raises(Misuse, match="2 pages of a cannot be given back: 1 are charged"):
+        one.give_back("a", 2)
+    assert one.ledger.charged("a") == 1
+    one.hold("a", 5)
+    assert one.room("a") == 4
+    with pytest.raises(Misuse, match="cannot be held"):
+        one.hold("a", -1)
+
+
+@LAGS
+def test_free_slots_are_as_many_as_can_be_opened(lag: int) -> None:
+    replica = world(lag, num_slots=3)
+    manager = replica.managers[0]
+    for step in range(8):
+        promised, opened = manager.num_free_slots, 0
+        while replica.try_open(f"{step}.{opened}", {"a": 1}):
+            opened += 1
+        assert opened == promised
+        for intent in manager.open_intents:
+            replica.withdraw([m.find("copy", intent.key) or intent for m in replica.managers])
+        replica.step()
+        for one in manager.open_intents:
+            replica.end([m.find("copy", one.key) or one for m in replica.managers])

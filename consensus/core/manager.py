@@ -99,12 +99,13 @@ class TransactionManager:
         minimum: int | None = None,
         parents: Sequence[Intent] = (),
         ends_on_commit: bool = False,
+        payload: object = None,
     ) -> Intent | None:
         """Propose an intent: take a slot and charge the ledger. ``None``: no slot is free.
 
         ``minimum`` (pages, one pool only) makes it elastic. ``ends_on_commit``: it has no copy of
-        its own, so a COMMIT ends it. ``parents`` were opened before. Raises :class:`Misuse` for
-        needs that make no sense.
+        its own, so a COMMIT ends it. ``parents`` were opened before. ``payload`` becomes
+        ``intent.payload``. Raises :class:`Misuse` for needs that make no sense.
         """
         pages = {pool: need[pool] for pool in sorted(need)}
         total = sum(pages.values())
@@ -130,6 +131,7 @@ class TransactionManager:
             epoch=self.epoch,
             step=self.step + 1,
             clock_ms=self.clock_ms,
+            payload=payload,
         )
         self._num_opened += 1
         self._open[intent.serial] = intent
@@ -143,6 +145,8 @@ class TransactionManager:
         shape += ("at least", intent.minimum, "ends on commit" if ends_on_commit else "ends")
         shape += [parent.serial for parent in intent.parents]
         self.journal.note("open", kind, key, intent.serial, slot, *shape)
+        if (opened := getattr(participant, "opened", None)) is not None:
+            opened(intent)
         return intent
 
     def find(self, kind: str, key: Value) -> Intent | None:
@@ -169,6 +173,32 @@ class TransactionManager:
         """Pages that a plan may use now: agreed, less what is spoken for."""
         return self.ledger.room(pool)
 
+    def give_back(self, pool: str, num_pages: int) -> None:
+        """Agreed: ``num_pages`` that ended intents had kept in ``pool`` are free for plans again.
+
+        What a DONE intent keeps stays charged until its owner gives it back: when it evicts. Raises
+        :class:`Misuse` for more than is charged.
+        """
+        if not 0 <= num_pages <= self.ledger.charged(pool):
+            raise Misuse(
+                f"{num_pages} pages of {pool} cannot be given back:"
+                f" {self.ledger.charged(pool)} are charged"
+            )
+        self.journal.note("give_back", pool, num_pages)
+        self.ledger.refund(pool, num_pages)
+
+    def hold(self, pool: str, num_pages: int) -> None:
+        """Agreed: ``num_pages`` of ``pool`` are spoken for without an intent (until given back)."""
+        if num_pages < 0:
+            raise Misuse(f"{num_pages} pages of {pool} cannot be held")
+        self.journal.note("hold", pool, num_pages)
+        self.ledger.charge(pool, num_pages)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Intents that :meth:`open` takes before it says ``None``: agreed."""
+        return self._slots.num_free(self.step + 1)
+
     def note(self, tag: str, *values: Value) -> None:
         """Put an agreed call of the caller into the journal and so into the fingerprint."""
         self.journal.note(tag, *values)
@@ -187,23 +217,14 @@ class TransactionManager:
             raise Misuse(f"{intent!r} builds on what is not reserved yet: reserve that first")
         held = intent.reservation.num_pages
         if not intent.withdrawn and all(_holds(parent) for parent in intent.parents):
-            for pool, num_pages in intent.need.items():
-                taken = intent.participant.reserve(intent, pool, num_pages)
-                if not 0 <= taken <= num_pages:
-                    raise InternalError(f"{intent!r} reserved {taken} of {num_pages} in {pool}")
-                if taken:
-                    held[pool] = taken
-                if taken < num_pages:
-                    break
+            _take(intent, held)
         if sum(held.values()) >= intent.minimum:
             intent.vote = sum(held.values())
             intent.advance(Event.RESERVE)
             self.journal.fact("reserve", intent.serial, intent.vote)
             intent.participant.start(intent)
             return True
-        for pool in reversed(held):
-            intent.participant.unreserve(intent, pool)
-        held.clear()
+        _undo(intent, held)
         intent.advance(Event.REFUSE)
         intent.local_ended = True
         self.journal.fact("refuse", intent.serial)
@@ -406,7 +427,8 @@ class TransactionManager:
                 self.ledger.cool(self.settled_step + self.lag + 1, pool, back)
             else:
                 self.ledger.refund(pool, back)
-        intent.participant.ended(intent)
+        lost = getattr(intent.participant, "lost", None) if quarantined else None
+        (lost or intent.participant.ended)(intent)
         intent.parents = ()
 
     # -- epochs ----------------------------------------------------------------------------------
@@ -462,6 +484,29 @@ class TransactionManager:
         for intent in self._open.values():
             if not intent.is_open:
                 raise InternalError(f"{intent!r} is over but still holds its slot")
+
+
+def _take(intent: Intent, held: dict[str, int]) -> None:
+    """Reserve pool after pool into ``held``, as far as this rank has pages; or all in one call."""
+    if (reserve_all := getattr(intent.participant, "reserve_all", None)) is not None:
+        if reserve_all(intent):
+            held.update(intent.need)
+        return
+    for pool, num_pages in intent.need.items():
+        taken = intent.participant.reserve(intent, pool, num_pages)
+        if not 0 <= taken <= num_pages:
+            raise InternalError(f"{intent!r} reserved {taken} of {num_pages} in {pool}")
+        if taken:
+            held[pool] = taken
+        if taken < num_pages:
+            return
+
+
+def _undo(intent: Intent, held: dict[str, int]) -> None:
+    """Return what is ``held``: too little."""
+    for pool in reversed(held):
+        intent.participant.unreserve(intent, pool)
+    held.clear()
 
 
 def _why_not(intent: Intent, votes: int) -> str:

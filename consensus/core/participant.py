@@ -7,7 +7,7 @@ An engine that has its own tree, pools and copies implements :class:`Participant
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,8 +30,9 @@ class Intent:
     pages of an *elastic* intent that is still a COMMIT; an intent over several pools is all or
     nothing. ``parents`` are intents that must commit in full, or this one aborts too. ``agreed`` is
     the number of pages of the verdict, ``cause`` says why it was an ABORT, ``result`` is the number
-    of pages that the copy delivered on every rank. ``serial`` counts the intents of the
-    epoch. ``decided_ms`` (agreed clock; -1: undecided) is when its timeout began.
+    of pages that the copy delivered on every rank. ``payload`` is whatever the caller of ``open``
+    wants to find here again; no decision looks at it. ``serial`` counts the intents of the epoch.
+    ``decided_ms`` (agreed clock; -1: undecided) is when its timeout began.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Intent:
         "opened_step",
         "parents",
         "participant",
+        "payload",
         "posted_step",
         "reservation",
         "result",
@@ -76,7 +78,9 @@ class Intent:
         epoch: int,
         step: int,
         clock_ms: int,
+        payload: object = None,
     ) -> None:
+        self.payload: Any = payload
         self.kind = kind
         self.key = key
         self.aliases: list[Value] = []
@@ -142,6 +146,15 @@ class Participant(Protocol):
 
     The manager calls it between ``post`` and ``settle`` in the same order on every rank. Only
     ``reserve`` may fail, and only by returning fewer pages.
+
+    Methods that it may have besides, and that are called where it has them:
+
+    ``opened(intent)``: it was proposed, on every rank: the place for pins and marks, since a rank
+    that will be refused hears no more of it until the verdict. ``reserve_all(intent) -> bool``: all
+    pools of the intent at once, or nothing, for engines that allocate them in one call; ``reserve``
+    and ``unreserve`` are not called then. ``lost(intent)``: it was quarantined; called instead of
+    ``ended``. A copy may still run here, so its pages stay out of use until it has really ended
+    (:class:`kvpact.consensus.Limbo` keeps them).
     """
 
     def reserve(self, intent: Intent, pool: str, num_pages: int) -> int:

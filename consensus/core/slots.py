@@ -41,6 +41,10 @@ class SlotTable:
         self._taken.remove(slot)
         self._resting.append((step + self._rest_steps, slot))
 
+    def num_free(self, step: int) -> int:
+        """Slots that can be taken at ``step``."""
+        return len(self._free) + sum(1 for free_at, _ in self._resting if free_at <= step)
+
     @property
     def num_taken(self) -> int:
         """Slots in use."""
