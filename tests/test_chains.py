@@ -29,7 +29,7 @@ class World:
             )
         ]
 
-    def _evictor(self, rank: int):
+    def _evictor(self, rank: int) -> Callable[[str, int], None]:
         def evict(pool: str, num_pages: int) -> None:
             """Leaves of the tree that is backed up go, the last name first."""
             if rank == 0:
