@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
-from rich.console import Console
 from typer.exceptions import TyperException
 
 from kvpact.consensus.core.errors import BadInput, KvpactError, StoreSilent
@@ -30,6 +29,7 @@ from kvpact.harness.soak.config import SoakConfig, check_out, load_requests
 from kvpact.harness.soak.feed import Feed, Update
 from kvpact.harness.soak.loop import run_soak_rank
 from kvpact.harness.soak.resources import own_process
+from kvpact.harness.text.console import PlainConsole, complain
 from kvpact.harness.verify.journals import require_journals
 
 __all__ = ["Place", "StoreRanks", "main", "place_from"]
@@ -194,7 +194,7 @@ def _run(place: Place, config: SoakConfig, options: Options) -> int:
 
 
 def _drive(feed: Feed, config: SoakConfig, options: Options, store: Store) -> int:
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     metrics = None if options.metrics_port is None else Metrics(options.metrics_port)
     try:
         ranks = StoreRanks(feed, config.num_ranks, store)
@@ -233,7 +233,7 @@ def _key(rank: int, number: int) -> str:
 
 def _complain(text: str, status: int) -> int:
     if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"kvpact: {' '.join(text.split())}\n")
+        complain(text)
     return status
 
 

@@ -70,7 +70,7 @@ def test_a_plan_is_read_as_written() -> None:
         ("[[fault]]\nsite = 'write'\naction = 'fail'\nat_step = 0", "fault 1: at_step"),
         ("[[fault]]\nsite = 3", "fault 1:"),
         ("fault = 3", "fault: expected [[fault]] entries"),
-        ("a = [", "is not TOML"),
+        ("a = [", "not valid TOML"),
     ],
 )
 def test_what_is_wrong_with_a_plan_is_said(text: str, expected: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kvpact.harness.cli.main import main
 from kvpact.harness.fuzz.run import run_world
 from kvpact.harness.scenario.read import parse_scenario
 from kvpact.harness.scenario.world import run_sim
+from kvpact.harness.verify import headers
 from kvpact.harness.verify import history as histories
 from kvpact.harness.verify import verify as verifies
 
@@ -121,7 +123,7 @@ def test_logs_that_part_are_right_only_where_all_were_told(
 
 
 def test_it_imports_nothing_of_the_code_that_wrote_the_journals() -> None:
-    for module in (histories, verifies):
+    for module in (headers, histories, verifies):
         assert module.__file__ is not None
         tree = ast.parse(Path(module.__file__).read_text())
         names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -129,7 +131,13 @@ def test_it_imports_nothing_of_the_code_that_wrote_the_journals() -> None:
             a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names
         }
         ours = {name for name in names if name.split(".")[0] == "kvpact"}
-        assert ours <= {"kvpact.harness.verify.history"}
+        assert ours <= {
+            "kvpact.consensus.core.errors",
+            "kvpact.consensus.core.files",
+            "kvpact.harness.text.console",
+            "kvpact.harness.verify.headers",
+            "kvpact.harness.verify.history",
+        }
 
 
 # -- doctored --------------------------------------------------------------------------------------
@@ -256,6 +264,44 @@ def _never_ends(lines: Lines) -> None:
     del lines[at:]
 
 
+def _nothing_went_well(lines: Lines) -> None:
+    for line in lines:
+        if line[3] == "ended":
+            line[4][1] = 0
+
+
+def _no_facts(lines: Lines) -> None:
+    lines[1:] = [line for line in lines[1:] if line[0] >= 0]
+
+
+def _no_page_moves(lines: Lines) -> None:
+    lines[:] = [line for line in lines if line[3] not in ("take", "put back", "limbo")]
+
+
+def _no_header(lines: Lines) -> None:
+    del lines[0]
+
+
+def _header_of_another_run(lines: Lines) -> None:
+    lines[0][4][0] = "another"
+
+
+def _header_of_another_version(lines: Lines) -> None:
+    lines[0][4][2] = "0.0.1"
+
+
+def _header_of_another_configuration(lines: Lines) -> None:
+    lines[0][4][3] = "lag 7"
+
+
+def _header_of_three_ranks(lines: Lines) -> None:
+    lines[0][4][4:] = [0, 1, 2]
+
+
+def _header_of_no_rank(lines: Lines) -> None:
+    lines[0][4][1] = True
+
+
 def _half_reserved(lines: Lines) -> None:
     at = next(i for i, o in enumerate(lines) if o[3] == "reserve" and o[4][1] > 1)
     lines[at][4][1] -= 1
@@ -280,6 +326,15 @@ DOCTORED: list[tuple[str, Doctor]] = [
     ("ending", _end_before_the_copy),
     ("closed", _never_ends),
     ("atomic", _half_reserved),
+    ("ending", _nothing_went_well),
+    ("table", _no_facts),
+    ("owner", _no_page_moves),
+    ("header", _no_header),
+    ("header", _header_of_another_run),
+    ("header", _header_of_another_version),
+    ("header", _header_of_another_configuration),
+    ("header", _header_of_three_ranks),
+    ("header", _header_of_no_rank),
 ]
 
 
@@ -291,8 +346,7 @@ def test_a_doctored_history_is_rejected(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ranks = (0, 1) if rule == "prefix" else (1,)
-    for rank in ranks:
+    for rank in (0, 1):
         lines = _read(history, rank)
         if rank == 1:
             doctor(lines)
@@ -316,6 +370,80 @@ def test_what_is_no_journal_is_bad_input(
 def test_what_a_killed_process_had_not_finished_writing_is_left_out(
     history: Path, tmp_path: Path
 ) -> None:
-    text = (history / "rank0.jsonl").read_text()
-    (tmp_path / "rank0.jsonl").write_text(text + '[12, 0, 5, "ma')
+    for rank in (0, 1):
+        text = (history / f"rank{rank}.jsonl").read_text()
+        (tmp_path / f"rank{rank}.jsonl").write_text(text + '[12, 0, 5, "ma')
     assert main(["verify", str(tmp_path)]) == 0
+
+
+# -- all journals, of one run, and nothing but journals -------------------------------------------
+
+
+def _judge(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = main(["verify", str(folder)])
+    out, err = capsys.readouterr()
+    return status, out + err
+
+
+@pytest.fixture
+def copied(history: Path, tmp_path: Path) -> Path:
+    """The journals of ranks 0 and 1, to be harmed."""
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.jsonl").write_bytes((history / f"rank{rank}.jsonl").read_bytes())
+    return tmp_path
+
+
+def test_an_empty_journal_proves_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copied / "rank1.jsonl").write_bytes(b"")
+    status, said = _judge(copied, capsys)
+    assert (status, "rank1.jsonl: header: the journal is empty" in said) == (1, True), said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_journal_is_missed(
+    rank: int, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / f"rank{rank}.jsonl").unlink()
+    status, said = _judge(copied, capsys)
+    assert (status, "header: there is no such journal" in said) == (1, True), said
+
+
+def test_one_ranks_journal_in_place_of_anothers_is_seen(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "rank1.jsonl").write_bytes((copied / "rank0.jsonl").read_bytes())
+    status, said = _judge(copied, capsys)
+    assert (status, "rank1.jsonl: header: it is the journal of rank 0" in said) == (1, True), said
+
+
+def test_a_journal_of_another_run_with_the_same_flags_is_seen(
+    copied: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = tmp_path_factory.mktemp("again")
+    assert main(f"replay --ranks sim --lag 1 {FLAGS} --journal {again}".split()) == 0
+    (copied / "rank1.jsonl").write_bytes((again / "rank1.jsonl").read_bytes())
+    capsys.readouterr()
+    status, said = _judge(copied, capsys)
+    assert (status, "they are not of one run" in said) == (1, True), said
+
+
+def test_no_file_makes_it_wait_or_fall(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A FIFO, a deep line and a name with control characters: one clear line each."""
+    path = copied / "rank1.jsonl"
+    path.unlink()
+    os.mkfifo(path)
+    wanted = f"kvpact: {path}: is not a regular file; expected a journal\n"
+    assert _judge(copied, capsys) == (2, wanted)
+    path.unlink()
+    path.write_text("[" * 100_000 + "\n")
+    status, said = _judge(copied, capsys)
+    assert (status, said.count("\n")) == (2, 1)
+    assert "line 1: no line of a journal: nested too deeply" in said
+    lines = _read(copied, 0)
+    lines[0][4][0] = "\x1b[31mred\x9b"
+    _write(copied, lines, 0)
+    _write(copied, [[-1, 0, 0, "journal", ["x", 1, "v", "c", 0, 1]]], 1)
+    status, said = _judge(copied, capsys)
+    assert status == 1
+    assert "\\x1b[31mred\\x9b" in said
+    assert not {"\x1b", "\x9b"} & set(said)

@@ -8,7 +8,7 @@ the next step. *Facts* (which page, when a copy ended) belong to one rank: they 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,14 +17,17 @@ import xxhash
 
 from kvpact.consensus.core.ballot import MASK62
 from kvpact.consensus.core.errors import BadInput
+from kvpact.consensus.core.files import open_regular
 
-__all__ = ["Entry", "Journal", "Value", "first_difference", "read_journal"]
+__all__ = ["HEADER", "Entry", "Journal", "Value", "first_difference", "read_journal"]
 
 Value = int | str
 
 _encode = msgspec.msgpack.Encoder().encode
 _encode_line = msgspec.json.Encoder().encode
 _BUFFERED_LINES_MAX = 4096
+#: The tag of the first line: run, rank, version, configuration, and all ranks of the replica.
+HEADER = "journal"
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +62,7 @@ class Journal:
         self._tail: deque[Entry] = deque(maxlen=tail_entries_max)
         self._lines: list[Entry] = []
         self._file: BinaryIO | None = None
+        self._has_begun = False
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +85,19 @@ class Journal:
         """A fact of this rank alone: goes to the file, and enters no decision."""
         if self._file is not None:
             self._write(Entry(-1, self.epoch, self.step, tag, values))
+
+    def begin(self, run: str, version: str, configuration: str, ranks: Sequence[int]) -> None:
+        """Write the header, once: whose journal this is, and which others belong to it.
+
+        It is the first line of the file, and there from now on, however the run may end: a journal
+        without one proves nothing. ``run`` is the same text on all ``ranks``, and no other run's.
+        """
+        if self._file is None or self._has_begun:
+            return
+        values = (run, self.rank, version, configuration, *ranks)
+        self._lines.insert(0, Entry(-1, 0, 0, HEADER, values))
+        self.flush()
+        self._has_begun = True
 
     @property
     def is_written(self) -> bool:
@@ -145,11 +162,11 @@ def read_journal(path: Path) -> Iterator[Entry]:
     """The entries of a journal file. Raises :class:`BadInput` naming the line that is broken."""
     decode = msgspec.json.Decoder(Entry).decode
     try:
-        with path.open("rb") as file:
+        with open_regular(path, what="a journal") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     yield decode(line)
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, RecursionError) as error:
                     raise BadInput(f"{path} line {number}: not a journal entry: {error}") from error
     except OSError as error:
         raise BadInput(f"cannot read the journal {path}: {error.strerror}") from error

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from importlib import metadata
 
 import msgspec
 import numpy as np
@@ -111,6 +113,8 @@ class Stepper:
         self._round = 0
         self._outcomes: list[Outcome] = []
         self._started = group.now()
+        if manager.journal.is_written:
+            _begin_journal(manager, group, store)
         self._paused_s = 0.0
         self._closing_from = Stage.IDLE
         self._cause: Exception | None = None
@@ -482,3 +486,19 @@ class Stepper:
                 )
             reduced = np.array(vector, dtype=np.int64)
             self._apply(step, reduced, self.manager.read(reduced))
+
+
+def _begin_journal(manager: TransactionManager, group: Group, store: Store) -> None:
+    """Whoever comes first names the run for all; the name says nothing and repeats never."""
+    mine = secrets.token_hex(8).encode()
+    run = store.compare_set("journal/run", None, mine).decode()
+    schema = manager.schema
+    configuration = f"lag {manager.lag}, {schema.num_slots} slots, {' '.join(schema.pools)}"
+    manager.journal.begin(run, _version(), configuration, group.ranks)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kvpact")
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"

@@ -21,7 +21,8 @@ from kvpact.consensus.core.ballot import HEADER_FIELDS
 from kvpact.consensus.core.errors import BadInput
 from kvpact.consensus.core.journal import Entry
 from kvpact.consensus.epoch.report import Incident, Report, SealedError
-from kvpact.harness.text.files import read_text
+from kvpact.harness.text.console import PlainConsole
+from kvpact.harness.text.files import read_json
 
 __all__ = ["explain", "incidents_in", "print_incident"]
 
@@ -72,9 +73,9 @@ def explain(path: str, *, around: int = 6, console: Console | None = None) -> in
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, width=_PLAIN_WIDTH)
+        console = PlainConsole(highlight=False, width=_PLAIN_WIDTH)
     return console
 
 
@@ -82,11 +83,7 @@ def _console() -> Console:
 
 
 def _read(path: str) -> tuple[list[Incident], list[str]]:
-    text = read_text(path, what=_WHAT)
-    try:
-        data: object = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise BadInput(f"{path}: is not JSON ({error}); expected {_WHAT}") from None
+    data = read_json(path, what=_WHAT)
     try:
         found = incidents_in(data)
     except msgspec.ValidationError as error:

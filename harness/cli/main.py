@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.exceptions import Abort, TyperException
 
@@ -20,6 +19,7 @@ from kvpact import __version__
 from kvpact.consensus.core.errors import BadInput, InternalError, KvpactError, Misuse
 from kvpact.harness.replay.config import check_output, parse_counts, parse_kv_shape, replay_config
 from kvpact.harness.scenario.read import read_scenario
+from kvpact.harness.text.console import PlainConsole, complain, plain
 from kvpact.harness.trace.conversations import WorkloadConfig, generate, shipped_trace, write_trace
 from kvpact.harness.trace.mooncake import TraceStats, trace_stats
 
@@ -305,7 +305,7 @@ def generate_trace(
         )
     )
     write_trace(out, requests)
-    Console(stderr=True).print(_stats_table(out, trace_stats(requests)))
+    PlainConsole(stderr=True).print(_stats_table(out, trace_stats(requests)))
     return HOLDS
 
 
@@ -362,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InternalError:
         raise
     except KvpactError as error:
-        print(f"kvpact: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.stderr.write(plain(f"kvpact: {type(error).__name__}: {error}") + "\n")
         return FAILS
     except TyperException as error:
         return _complain(error.format_message(), BAD_INPUT)
@@ -372,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str, status: int) -> int:
-    print(f"kvpact: {' '.join(message.split())}", file=sys.stderr)
+    complain(message)
     return status
 
 

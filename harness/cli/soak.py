@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import typer
-from rich.console import Console
 
 from kvpact.consensus.core.errors import BadInput, KvpactError, Misuse
 from kvpact.harness.drive.drive import Options
@@ -17,6 +15,7 @@ from kvpact.harness.faults.plan import Plan, chaos_plan, fit_plan, read_plan
 from kvpact.harness.replay.config import parse_counts, parse_kv_shape
 from kvpact.harness.soak.config import DEFAULT_WORKLOAD, Mode, SoakConfig, read_workload
 from kvpact.harness.soak.coverage import check_names
+from kvpact.harness.text.console import PlainConsole, complain
 
 __all__ = ["SoakRun", "read_flags", "run"]
 
@@ -237,7 +236,7 @@ def run(words: Sequence[str]) -> int:
     flags = read_flags(words, "kvpact soak")
     if flags is None:
         return 0
-    console = Console(stderr=False, highlight=False)
+    console = PlainConsole(stderr=False, highlight=False)
     if flags.replay is not None:
         from kvpact.harness.drive.replay import replay_soak
 
@@ -257,5 +256,5 @@ def run(words: Sequence[str]) -> int:
     except Misuse:
         raise
     except KvpactError as error:
-        sys.stderr.write(f"kvpact: {type(error).__name__}: {error.message}\n")
+        complain(f"{type(error).__name__}: {error.message}")
         return HARNESS_ERROR

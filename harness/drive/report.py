@@ -18,7 +18,7 @@ from kvpact.harness.soak.config import SoakConfig
 from kvpact.harness.soak.coverage import POINTS
 from kvpact.harness.soak.feed import Bucket, FaultEvent, Latencies, Resources
 from kvpact.harness.soak.resources import Growth
-from kvpact.harness.text.files import read_text, write_bytes
+from kvpact.harness.text.files import read_json, write_bytes
 
 __all__ = [
     "FaultRow",
@@ -194,9 +194,10 @@ def write_json(report: SoakReport, path: Path) -> None:
 def read_report(folder: str) -> SoakReport:
     """The report of an earlier soak in ``folder``. Raises BadInput."""
     path = Path(folder) / "report.json"
+    what = "the report of a soak"
     try:
-        return msgspec.json.decode(read_text(path, what="the report of a soak"), type=SoakReport)
-    except msgspec.MsgspecError as error:
+        return msgspec.convert(read_json(path, what=what), SoakReport)
+    except msgspec.ValidationError as error:
         raise BadInput(f"{path}: is not the report of a soak: {error}") from None
 
 

@@ -20,14 +20,13 @@ Times are counted in steps, so that a seed and a plan give the same faults again
 from __future__ import annotations
 
 import random
-import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, cast
 
 import msgspec
 
 from kvpact.consensus.core.errors import BadInput
-from kvpact.harness.text.files import read_text
+from kvpact.harness.text.files import parse_toml, read_text
 from kvpact.harness.text.toml_errors import Place, convert, reject_unknown
 
 __all__ = ["SITES", "FaultLine", "Plan", "chaos_plan", "fit_plan", "parse_plan", "read_plan"]
@@ -116,10 +115,7 @@ def read_plan(path: str) -> Plan:
 
 def parse_plan(text: str, path: str) -> Plan:
     """Check the text of a plan; ``path`` stands in the messages. Raises BadInput."""
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{path}: is not TOML: {error}") from None
+    raw = parse_toml(text, path)
     top = Place(path)
     reject_unknown(raw, [field.name for field in msgspec.structs.fields(Plan)], top)
     entries = raw.pop("fault", [])

@@ -25,6 +25,7 @@ from kvpact.harness.fuzz.worlds import draw_scenario, numbered
 from kvpact.harness.scenario.model import Finish, Scenario
 from kvpact.harness.scenario.world import run_sim
 from kvpact.harness.scenario.write import scenario_text
+from kvpact.harness.text.console import PlainConsole
 from kvpact.harness.text.files import write_bytes
 from kvpact.harness.text.quiet import quiet
 from kvpact.harness.verify.journals import check_journals
@@ -157,7 +158,7 @@ def fuzz(config: FuzzConfig) -> int:
 
     Writes a scenario file per shrunken failure into ``config.out`` (default: where it runs).
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True)
     started = time.monotonic()
     failed: list[WorldResult] = []
     num_worlds = rank_steps = 0

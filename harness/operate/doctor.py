@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from kvpact.harness.operate.finding import Finding, Level
 from kvpact.harness.operate.host import fit_host
 from kvpact.harness.operate.installed import installed
 from kvpact.harness.operate.meeting import meet
+from kvpact.harness.text.console import PlainConsole
 
 __all__ = ["doctor"]
 
@@ -38,4 +38,4 @@ def _show(findings: list[Finding]) -> None:
     for finding in findings:
         text = finding.text + (f"\n-> {finding.todo}" if finding.todo else "")
         table.add_row(_MARKS[finding.level], finding.subject, text)
-    Console().print(table)
+    PlainConsole().print(table)

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvpact.consensus.core.errors import BadInput, KvpactError
@@ -16,6 +15,7 @@ from kvpact.harness.rank.launch import Launch
 from kvpact.harness.replay.config import ReplayConfig
 from kvpact.harness.replay.rank import Played, RankSummary, replay_sim
 from kvpact.harness.replay.report import print_report, summarise
+from kvpact.harness.text.console import PlainConsole
 from kvpact.harness.text.files import write_bytes
 from kvpact.harness.trace.mooncake import BLOCK_TOKENS, TraceRequest, read_trace
 from kvpact.harness.verify.agreement import Snapshot, compare
@@ -47,7 +47,7 @@ def replay(config: ReplayConfig) -> int:
         failures.append(wrong)
     report = summarise(config, summaries, failures, time.monotonic() - started)
     report = msgspec.structs.replace(report, incidents=played.told())
-    print_report(report, Console(highlight=False))
+    print_report(report, PlainConsole(highlight=False))
     if config.json_out is not None:
         write_bytes(config.json_out, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     return int(report.verdict != "agree")
@@ -116,6 +116,6 @@ def _progress() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=PlainConsole(stderr=True),
         transient=True,
     )

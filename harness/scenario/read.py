@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import tomllib
 from collections.abc import Sequence
 from typing import Any, Final, cast, get_args
 
 from kvpact.consensus.core import errors
 from kvpact.consensus.core.errors import BadInput
 from kvpact.harness.scenario import model
-from kvpact.harness.text.files import read_text
+from kvpact.harness.text.files import parse_toml, read_text
 from kvpact.harness.text.toml_errors import Place, allowed, convert, name_type, reject_unknown
 
 __all__ = ["parse_scenario", "read_scenario"]
@@ -41,7 +40,7 @@ def read_scenario(path: str | os.PathLike[str]) -> model.Scenario:
 
 def parse_scenario(text: str, path: str) -> model.Scenario:
     """Check the text of a scenario; ``path`` stands in the messages. Raises BadInput."""
-    raw = _parse_toml(text, path)
+    raw = parse_toml(text, path)
     top = Place(path)
     reject_unknown(raw, ("name", "source", "about", "world", "do"), top)
     for key in ("name", "world", "do"):
@@ -69,21 +68,6 @@ def parse_scenario(text: str, path: str) -> model.Scenario:
         world=world,
         do=tuple(do),
     )
-
-
-def _parse_toml(text: str, path: str) -> _Table:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        what = str(error)
-        match = re.search(r" \(at line (\d+), column (\d+)\)$", what)
-        if match:
-            raise BadInput(
-                f"{path}:{match[1]}: column {match[2]}: not valid TOML: {what[: match.start()]}"
-            ) from None
-        raise BadInput(f"{path}: not valid TOML: {what}") from None
-    except (RecursionError, ValueError) as error:
-        raise BadInput(f"{path}: not valid TOML: {error}") from None
 
 
 def _entry_lines(text: str, num_entries: int) -> list[int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-from rich.console import Console
 
 from kvpact.consensus.core.errors import Misuse
 from kvpact.harness.scenario.gloo import GlooRanks
 from kvpact.harness.scenario.model import Scenario
 from kvpact.harness.scenario.world import run_sim, unsupported
+from kvpact.harness.text.console import PlainConsole
 from kvpact.harness.text.files import write_bytes
 
 __all__ = ["run_files"]
@@ -26,7 +26,7 @@ def run_files(
             results = [gloo.run(scenario, seed) for scenario in scenarios]
     else:
         results = [run_sim(scenario, seed) for scenario in scenarios]
-    console = Console(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True)
     for result in results:
         verdict = "[red]FAILS[/red]" if result.failures else "[green]holds[/green]"
         console.print(f"{verdict}  {result.path}  ({result.name})")

@@ -28,6 +28,7 @@ from kvpact.harness.search.checks import broken
 from kvpact.harness.search.digest import digest
 from kvpact.harness.search.net import Crash
 from kvpact.harness.search.world import TICK_S, Member, Setting, World
+from kvpact.harness.text.console import PlainConsole
 from kvpact.harness.text.quiet import quiet
 
 __all__ = ["LARGE", "SMALL", "Action", "Found", "explore", "replay", "search"]
@@ -351,7 +352,7 @@ def search(*, small: bool, states_max: int = STATES_MAX, jobs: int = 1) -> int:
 
     ``jobs`` processes search as many settings at a time.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True)
     num_states = num_transitions = num_failed = num_cut = 0
     for found in _explore_all(SMALL if small else LARGE, states_max, jobs):
         num_states += found.num_states

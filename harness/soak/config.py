@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -12,7 +11,7 @@ from kvpact.cache.config import CacheConfig
 from kvpact.cache.memory.shape import KVShape
 from kvpact.consensus.core.errors import BadInput
 from kvpact.harness.faults.plan import Plan
-from kvpact.harness.text.files import read_text
+from kvpact.harness.text.files import parse_toml, read_text
 from kvpact.harness.text.toml_errors import Place, convert
 from kvpact.harness.trace.conversations import WorkloadConfig, generate
 from kvpact.harness.trace.mooncake import BLOCK_TOKENS, TraceRequest, read_trace
@@ -160,11 +159,7 @@ def cache_config(config: SoakConfig, rank: int) -> CacheConfig:
 
 def read_workload(path: str) -> WorkloadConfig:
     """Read a TOML file with the fields of :class:`WorkloadConfig`. Raises BadInput."""
-    text = read_text(path, what="a workload (TOML)")
-    try:
-        raw: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{path}: is not TOML: {error}") from None
+    raw = parse_toml(read_text(path, what="a workload (TOML)"), path)
     try:
         return convert(raw, WorkloadConfig, Place(path))
     except BadInput as error:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpact.consensus.core.errors import BadInput
+from kvpact.consensus.core.files import open_regular
+
 __all__ = ["History", "Line", "Unreadable", "Violation", "read_lines"]
 
 
@@ -55,6 +58,7 @@ _OVER = ("done", "failed", "closed", "quarantined")
 #: Intents that are over and may still be named as a parent.
 _KEPT = 100_000
 _DEVICE = "device"
+_LINE_BYTES_MAX = 1 << 26
 
 
 class _Intent:
@@ -75,6 +79,7 @@ class _Intent:
         self.held = 0
         self.agreed = 0
         self.result = 0
+        self.went_well = 0  # pages, on this rank
         self.has_ended = False
         self.is_withdrawn = False
 
@@ -262,12 +267,18 @@ class History:
             how = "has ended before" if intent.has_ended else f"is {intent.state}"
             raise Violation(f"table: {intent.name} ends on this rank, but it {how}")
         intent.has_ended = True
+        intent.went_well = int(line.values[1])
 
     def _end(self, line: Line) -> None:
         serial, pages = line.values
         intent = self._get(serial)
         if not intent.has_ended and not (intent.ends_on_commit and intent.state == "committed"):
             raise Violation(f"ending: {intent.name} ended on all ranks, but not on this one")
+        if intent.has_ended and intent.state == "committed" and pages > intent.went_well:
+            raise Violation(
+                f"ending: {pages} pages of {intent.name} went well on all ranks, on this one only"
+                f" {intent.went_well}"
+            )
         if pages > intent.agreed:
             raise Violation(f"ending: {pages} pages of {intent.name} went well of {intent.agreed}")
         intent.happens("end")
@@ -392,10 +403,16 @@ class History:
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a journal; what a killed process has not finished writing is left out."""
     try:
-        with path.open("rb") as file:
-            for number, text in enumerate(file, start=1):
+        with open_regular(path, what="a journal") as file:
+            number = 0
+            while text := file.readline(_LINE_BYTES_MAX):
+                number += 1
                 if text.endswith(b"\n"):
                     yield _read_line(path, number, text)
+                elif len(text) == _LINE_BYTES_MAX:
+                    raise Unreadable(f"{path} line {number}: no line of a journal: too long")
+    except BadInput as error:
+        raise Unreadable(error.message) from None
     except OSError as error:
         raise Unreadable(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -406,3 +423,5 @@ def _read_line(path: Path, number: int, text: bytes) -> Line:
         return Line(number, int(index), int(epoch), int(step), str(tag), list(values))
     except (ValueError, TypeError) as error:
         raise Unreadable(f"{path} line {number}: no line of a journal: {error}") from None
+    except RecursionError:
+        raise Unreadable(f"{path} line {number}: no line of a journal: nested too deeply") from None

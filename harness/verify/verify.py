@@ -7,13 +7,13 @@ another.
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from pathlib import Path
 
 import xxhash
-from rich.console import Console
 
+from kvpact.harness.text.console import PlainConsole, complain
+from kvpact.harness.verify.headers import require_one_run
 from kvpact.harness.verify.history import History, Line, Unreadable, Violation, read_lines
 
 __all__ = ["check_folder", "complaint", "verify"]
@@ -21,13 +21,13 @@ __all__ = ["check_folder", "complaint", "verify"]
 
 def verify(folder: str) -> int:
     """Check every run in ``folder`` and print what was checked; 1: a rule is broken, 2: no run."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True)
     try:
         runs = _runs(Path(folder))
         for run in runs:
             console.print(check_folder(run), markup=False)
     except Unreadable as error:
-        sys.stderr.write(f"kvpact: {error}\n")
+        complain(str(error))
         return 2
     except Violation as error:
         console.print(f"FAILS  {error}", markup=False)
@@ -63,7 +63,9 @@ def check_folder(folder: Path) -> str:
     """One line about the run in ``folder``; raises :class:`Violation` naming file and line."""
     logs = _Logs()
     histories: dict[Path, History] = {}
-    for path in _journals(folder):
+    paths = _journals(folder)
+    require_one_run(paths)
+    for path in paths:
         history = histories[path] = History()
         for line in read_lines(path):
             try:
