@@ -41,11 +41,13 @@ from kvpact.consensus.step.wait import PAUSED, StepLimits, VerdictWait
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
 
-__all__ = ["PAUSED", "Beacon", "Carrier", "InFlight", "StepLimits", "Stepper"]
+__all__ = ["PAUSED", "RUN_KEY", "Beacon", "Carrier", "InFlight", "StepLimits", "Stepper"]
 
 _log = logging.getLogger("kvpact")
 
 
+#: Where in the store the run has its name, for the header of journals.
+RUN_KEY = "journal/run"
 _HEADERS_KEPT = 8
 
 #: Header fields that differ on a rank merely because an exception cut its preparation short.
@@ -491,7 +493,7 @@ class Stepper:
 def _begin_journal(manager: TransactionManager, group: Group, store: Store) -> None:
     """Whoever comes first names the run for all; the name says nothing and repeats never."""
     mine = secrets.token_hex(8).encode()
-    run = store.compare_set("journal/run", None, mine).decode()
+    run = store.compare_set(RUN_KEY, None, mine).decode()
     schema = manager.schema
     configuration = f"lag {manager.lag}, {schema.num_slots} slots, {' '.join(schema.pools)}"
     manager.journal.begin(run, _version(), configuration, group.ranks)
