@@ -295,6 +295,48 @@ def test_the_control_diverges_in_the_simulator_too() -> None:
     assert found.named_ranks == (0, 1)
 
 
+@pytest.mark.parametrize("names", [(1,), (0, 1)])
+def test_a_planned_stop_beyond_the_deadline_is_a_planned_end(names: tuple[int, ...]) -> None:
+    """Whatever the rank that was stopped makes of what it finds when it wakes up."""
+    line = FaultLine(site="process", action="stop", ranks=(1,), at_step=5, seconds=20.0)
+    gather = simulated(plan=Plan(fault=(line,)), steps=20)
+    gather.skipped.clear()
+    gather.struck["process stop"] = {1: 1}
+    stalled = {"how": "raised", "error": "RankStalled", "ranks": (1,)}
+    end = gather.views[0].end
+    assert end is not None
+    gather.views[0].end = msgspec.structs.replace(end, **stalled)
+    _end_of_rank_1(gather, **{**stalled, "error": "PeerLost", "ranks": names})
+    found = conclude(gather, is_stopped=False)
+    assert (found.verdict, found.is_expected) == (Verdict.HANG, True)
+    gather.struck.clear()
+    assert not conclude(gather, is_stopped=False).is_expected
+
+
+def test_a_stop_is_told_of_before_the_process_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a driver that gives up on the rank would not know that this was planned."""
+    seconds: list[float] = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, in_s: float, *_: object) -> None:
+            seconds.append(in_s)
+
+        def start(self) -> None:
+            """It never strikes here."""
+
+    monkeypatch.setattr("kvpact.harness.soak.process_faults.threading.Timer", Timer)
+    line = FaultLine(site="process", action="stop", at_step=1, seconds=20.0)
+    told: list[FaultEvent] = []
+    devil = ProcessFaults(Plan(fault=(line,)), 0, 1, told.append, lambda: 0.0)
+    devil.before_step(1, None)
+    assert [event.name for event in told] == ["process stop"]
+    assert seconds[0] >= 1.0
+
+
 def _end_of_rank_1(gather: Gather, **what: object) -> None:
     view = gather.views[1]
     assert view.end is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,8 +15,18 @@ from kvpact.consensus.core.errors import BadInput
 from kvpact.consensus.epoch.report import Incident
 from kvpact.harness.cli import main as cli
 from kvpact.harness.cli.explain import explain, incidents_in
+from kvpact.harness.drive.drive import Options, finish
+from kvpact.harness.drive.replay import simulate
+from kvpact.harness.drive.report import read_report
+from kvpact.harness.drive.verdict import conclude
+from kvpact.harness.faults.plan import FaultLine, Plan
+from kvpact.harness.rank.rank import Rank
+from kvpact.harness.replay import rank as replay_rank
+from kvpact.harness.replay.config import ReplayConfig
 from kvpact.harness.scenario.read import parse_scenario
 from kvpact.harness.scenario.world import run_sim
+from kvpact.harness.soak.config import SoakConfig
+from kvpact.harness.text.console import PlainConsole
 
 GOLDEN = Path(__file__).with_name("explain_divergence.txt")
 
@@ -157,3 +168,64 @@ def test_around_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_folder_is_no_report(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="is a directory"):
         explain(str(tmp_path))
+
+
+# -- each command that writes a report: run, fail, tell at once, explain from the file -------------
+
+
+def explained(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``kvpact explain`` says of a report, its lines joined."""
+    capsys.readouterr()
+    assert cli.main(["explain", str(path)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_failed_scenario_is_told_at_once_and_again_from_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, report = tmp_path / "alone.toml", tmp_path / "report.json"
+    path.write_text(WORLD.format(trouble=ALONE, policy="raise"))
+    assert cli.main(["scenario", str(path), "--json", str(report)]) == 1
+    at_once = capsys.readouterr().out
+    for text in (at_once, explained(report, capsys)):
+        assert "Divergence" in text
+        assert "Journals of all ranks around the first difference" in text
+
+
+def test_a_failed_replay_is_told_at_once_and_again_from_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = replay_rank._sim_rank
+
+    def faulty(config: ReplayConfig, rank: int, *rest: Any) -> Rank:
+        made = make(config, rank, *rest)
+        if rank == 1:
+            made.cache.journal.note("stray", 7)
+        return made
+
+    monkeypatch.setattr(replay_rank, "_sim_rank", faulty)
+    report = tmp_path / "report.json"
+    assert cli.main(f"replay --ranks sim --limit 20 --json {report}".split()) == 1
+    at_once = capsys.readouterr().out
+    for text in (at_once, explained(report, capsys)):
+        assert "Divergence" in text
+        assert "stray 7" in text
+
+
+@pytest.mark.parametrize("policy, status", [("raise", 10), ("reset", 0)])
+def test_a_soak_is_explained_from_its_report(
+    policy: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The soak of all ranks in this process: the same loop, gathering and reporting."""
+    line = FaultLine(site="scheduler", action="diverge", ranks=(1,), at_step=60)
+    config = SoakConfig(steps=200, plan=Plan(fault=(line,)), policy=policy)  # pyright: ignore[reportArgumentType]
+    gather = simulate(config)
+    found = conclude(gather, is_stopped=False)
+    assert finish(gather, found, Options(out=str(tmp_path)), PlainConsole()).status == status
+    at_once = capsys.readouterr().out
+    assert ("incident 1 of 1" in at_once) == bool(status), "what was survived is in the report only"
+    assert len(read_report(str(tmp_path)).incidents) == 1
+    text = explained(tmp_path / "report.json", capsys)
+    assert "incident 1 of 1" in text
+    assert "Journals of all ranks around the first difference" in text
+    assert ("went on in a new epoch" in text) == (policy == "reset")

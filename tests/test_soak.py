@@ -188,6 +188,8 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert (status, report.verdict, report.is_expected) == (11, "hang", True)
     assert report.named_ranks == (1,)
     assert report.history == "holds", report.why
+    (incident,) = report.incidents
+    assert incident.seal.error.ranks == (1,)
     assert report.ranks[0].error in ("RankStalled", "PeerLost")
     assert report.detection_s is not None
     assert report.detection_s < 4.0
@@ -204,7 +206,7 @@ def test_a_stop_shorter_than_the_deadline_is_survived(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_stop_beyond_the_deadline_is_named(tmp_path: Path) -> None:
-    fault = FaultLine(site="process", action="stop", ranks=(1,), at_step=50, seconds=8.0)
+    fault = FaultLine(site="process", action="stop", ranks=(1,), at_step=50, seconds=45.0)
     status, report = joined(tmp_path, plan=Plan(fault=(fault,)), steps=100_000, deadline_s=2.0)
     assert (status, report.verdict, report.is_expected) == (11, "hang", True), report.why
     assert report.named_ranks == (1,)

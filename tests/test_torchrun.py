@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvpact.consensus.core.errors import BadInput
+from kvpact.harness.cli import main as cli
 from kvpact.harness.drive.report import read_report
 from kvpact.harness.torchrun import main, place_from
 
@@ -52,7 +53,7 @@ def test_two_ranks_pass_under_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('[[fault]]\nsite = "process"\naction = "kill"\nranks = [1]\nat_step = 50\n')
     out = tmp_path / "out"
@@ -62,6 +63,9 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     report = read_report(str(out))
     assert (report.verdict, report.named_ranks) == ("hang", (1,)), report.why
     assert report.ranks[0].error in ("RankStalled", "PeerLost")
+    assert cli.main(["explain", str(out / "report.json")]) == 0
+    assert "incident 1 of 1" in capsys.readouterr().out
+    assert "incident 1 of 1" in done.stdout, "a run that failed tells its story at once"
 
 
 @pytest.mark.ranks

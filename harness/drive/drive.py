@@ -23,6 +23,7 @@ from kvpact.harness.drive.report import SoakReport, build_report, summary, write
 from kvpact.harness.drive.verdict import Conclusion, conclude
 from kvpact.harness.soak.config import SoakConfig
 from kvpact.harness.soak.feed import Update
+from kvpact.harness.text.incident import print_incidents
 
 __all__ = ["Options", "Ranks", "drive", "finish", "say"]
 
@@ -123,9 +124,12 @@ def finish(
         say(console, f"{name}: {value}")
     for line in report.why[:10]:
         say(console, f"  {line}")
-    for story in {rank.story for rank in report.ranks if rank.story}:
-        for line in story[:20]:
-            say(console, f"    {line}")
+    if report.status and report.incidents:
+        print_incidents(report.incidents, console)
+    else:
+        for story in {rank.story for rank in report.ranks if rank.story}:
+            for line in story[:20]:
+                say(console, f"    {line}")
     if report.detection_s is not None:
         say(console, f"named after: {report.detection_s:.2f} s")
     if gather.config.unsafe_no_votes and report.verdict == "divergence":

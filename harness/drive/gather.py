@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+from kvpact.consensus.epoch.report import Incident
 from kvpact.harness.soak.config import SoakConfig
 from kvpact.harness.soak.feed import Bucket, End, FaultEvent, Latencies, Resources, Update
 from kvpact.harness.verify.agreement import Snapshot, compare
@@ -19,6 +20,7 @@ __all__ = ["Gather", "RankView", "end_of"]
 MAX_POINTS: Final = 360
 MAX_EVENTS: Final = 4_000
 MAX_FAILURES: Final = 200
+MAX_INCIDENTS: Final = 20
 
 
 class RankView:
@@ -99,6 +101,7 @@ class Gather:
         self.config = config
         self.views = [RankView(rank) for rank in range(config.num_ranks)]
         self.failures: list[str] = []
+        self.incidents: list[Incident] = []
         self.differences: list[str] = []
         self.history = ""
         self.num_compared = 0
@@ -115,6 +118,8 @@ class Gather:
         for event in update.events:
             self._count(event)
         self._keep(self.failures, update.failures)
+        for incident in update.incidents:
+            self._hear_of(incident)
         for snap in update.snapshots:
             self._compare(snap)
 
@@ -167,6 +172,16 @@ class Gather:
         hits = sum(counts.get(f"pages hit {where}", 0) for where in ("on device", "on host"))
         hits += counts.get("pages hit in storage", 0)
         return hits / max(1, counts.get("pages of prompts", 0))
+
+    def _hear_of(self, incident: Incident) -> None:
+        """Keep each once, as the rank tells it that heard most reports."""
+        for place, known in enumerate(self.incidents):
+            if (known.epoch, known.seal.error) == (incident.epoch, incident.seal.error):
+                if len(incident.reports) > len(known.reports):
+                    self.incidents[place] = incident
+                return
+        if len(self.incidents) < MAX_INCIDENTS:
+            self.incidents.append(incident)
 
     def _count(self, event: FaultEvent) -> None:
         if event.skipped:

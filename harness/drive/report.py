@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from kvpact.consensus.core.errors import BadInput
+from kvpact.consensus.epoch.report import Incident
 from kvpact.consensus.membership import versions
 from kvpact.harness.drive.gather import Gather, RankView, end_of
 from kvpact.harness.drive.verdict import Conclusion
@@ -18,7 +19,7 @@ from kvpact.harness.soak.config import SoakConfig
 from kvpact.harness.soak.coverage import POINTS
 from kvpact.harness.soak.feed import Bucket, FaultEvent, Latencies, Resources
 from kvpact.harness.soak.resources import Growth
-from kvpact.harness.text.files import read_json, write_bytes
+from kvpact.harness.text.files import read_text, write_bytes
 
 __all__ = [
     "FaultRow",
@@ -136,6 +137,7 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
     growth: tuple[Growth, ...]
     ranks: list[RankReport]
     history: str = ""
+    incidents: tuple[Incident, ...] = ()
 
 
 def build_report(
@@ -183,6 +185,7 @@ def build_report(
         growth=conclusion.growth,
         ranks=[_rank(view, config) for view in gather.views],
         history=gather.history,
+        incidents=tuple(gather.incidents),
     )
 
 
@@ -194,10 +197,9 @@ def write_json(report: SoakReport, path: Path) -> None:
 def read_report(folder: str) -> SoakReport:
     """The report of an earlier soak in ``folder``. Raises BadInput."""
     path = Path(folder) / "report.json"
-    what = "the report of a soak"
     try:
-        return msgspec.convert(read_json(path, what=what), SoakReport)
-    except msgspec.ValidationError as error:
+        return msgspec.json.decode(read_text(path, what="the report of a soak"), type=SoakReport)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BadInput(f"{path}: is not the report of a soak: {error}") from None
 
 

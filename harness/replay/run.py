@@ -17,6 +17,7 @@ from kvpact.harness.replay.rank import Played, RankSummary, replay_sim
 from kvpact.harness.replay.report import print_report, summarise
 from kvpact.harness.text.console import PlainConsole
 from kvpact.harness.text.files import write_bytes
+from kvpact.harness.text.incident import print_incidents
 from kvpact.harness.trace.mooncake import BLOCK_TOKENS, TraceRequest, read_trace
 from kvpact.harness.verify.agreement import Snapshot, compare
 from kvpact.harness.verify.journals import check_journals, require_journals
@@ -47,7 +48,10 @@ def replay(config: ReplayConfig) -> int:
         failures.append(wrong)
     report = summarise(config, summaries, failures, time.monotonic() - started)
     report = msgspec.structs.replace(report, incidents=played.told())
-    print_report(report, PlainConsole(highlight=False))
+    console = PlainConsole(highlight=False)
+    print_report(report, console)
+    if report.verdict != "agree":
+        print_incidents(report.incidents, console)
     if config.json_out is not None:
         write_bytes(config.json_out, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     return int(report.verdict != "agree")

@@ -10,6 +10,7 @@ from kvpact.harness.scenario.model import Scenario
 from kvpact.harness.scenario.world import run_sim, unsupported
 from kvpact.harness.text.console import PlainConsole
 from kvpact.harness.text.files import write_bytes
+from kvpact.harness.text.incident import print_incidents
 
 __all__ = ["run_files"]
 
@@ -32,6 +33,8 @@ def run_files(
         console.print(f"{verdict}  {result.path}  ({result.name})")
         for failure in result.failures:
             console.print(f"    {failure}", markup=False)
+        if result.failures:
+            print_incidents(result.incidents, console)
     if json_out is not None:
         write_bytes(json_out, msgspec.json.format(msgspec.json.encode(results)))
     return int(any(result.failures for result in results))

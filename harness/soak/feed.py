@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from kvpact.consensus.epoch.report import Incident
 from kvpact.harness.verify.agreement import Snapshot
 
 __all__ = ["Bucket", "End", "FaultEvent", "Feed", "Latencies", "Resources", "Update"]
@@ -24,6 +25,7 @@ Item = TypeVar("Item")
 MAX_SNAPSHOTS: Final = 20_000
 MAX_EVENTS: Final = 2_000
 MAX_BUCKETS: Final = 4_000
+MAX_INCIDENTS: Final = 20
 
 
 class Resources(msgspec.Struct, frozen=True):
@@ -159,6 +161,7 @@ class Update(msgspec.Struct, frozen=True):
     wait_max_s: float
     num_dropped: int
     end: End | None
+    incidents: list[Incident] = []
 
 
 class Feed:
@@ -174,6 +177,7 @@ class Feed:
         self.resources: collections.deque[Resources] = collections.deque(maxlen=MAX_BUCKETS)
         self.events: collections.deque[FaultEvent] = collections.deque(maxlen=MAX_EVENTS)
         self.failures: collections.deque[str] = collections.deque(maxlen=100)
+        self.incidents: collections.deque[Incident] = collections.deque(maxlen=MAX_INCIDENTS)
         self.covered: dict[str, int] = {}
         self.counts: dict[str, int] = {}
         self.steps = Latencies()
@@ -227,6 +231,7 @@ class Feed:
             wait_max_s=self.waits.max_s,
             num_dropped=self.num_dropped,
             end=end,
+            incidents=_drain(self.incidents),
         )
 
     def stack(self) -> str:

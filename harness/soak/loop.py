@@ -13,9 +13,12 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import msgspec
+
 from kvpact.cache.hierarchical_cache import StepResult
 from kvpact.cache.tree.node import Node, Tier
 from kvpact.consensus.core.errors import KvpactError
+from kvpact.consensus.epoch.report import Incident
 from kvpact.harness.soak.config import SoakConfig
 from kvpact.harness.soak.engine import Rounds, SoakEngine
 from kvpact.harness.soak.feed import Bucket, End, Feed
@@ -61,6 +64,7 @@ class SoakLoop:
         self._sampled_s = -RESOURCES_EVERY_S
         self._bucket = Bucket(0.0, BUCKET_S)
         self._seen = (0, 0)
+        self._told_incident: Incident | None = None
         self.engine = SoakEngine(
             rank,
             Rounds(requests),
@@ -110,6 +114,7 @@ class SoakLoop:
 
     def _after_step(self, result: StepResult) -> None:
         cache, feed = self.rank.cache, self.feed
+        self.note_incident()
         step_s = time.perf_counter() - self._entered
         waited_s = cache.stepper.waited_s - self._waited_s
         self._waited_s = cache.stepper.waited_s
@@ -183,6 +188,16 @@ class SoakLoop:
 
     # -- the end ---------------------------------------------------------------------------------
 
+    def note_incident(self) -> None:
+        """Tell of the end of an epoch, once; what only the closing needed stays here."""
+        incident = self.rank.cache.stepper.change.incident
+        if incident is None or incident is self._told_incident:
+            return
+        self._told_incident = incident
+        reports = [msgspec.structs.replace(one, held={}, kept=[]) for one in incident.reports]
+        seal = msgspec.structs.replace(incident.seal, verdicts={}, kept=[])
+        self.feed.incidents.append(msgspec.structs.replace(incident, reports=reports, seal=seal))
+
     def end(self) -> None:
         """The loop is over in good order: nothing may be left."""
         self.rank.cache.journal.flush()
@@ -196,6 +211,7 @@ class SoakLoop:
 
     def fail(self, error: BaseException) -> None:
         """The loop is over by an error."""
+        self.note_incident()
         self.rank.cache.journal.flush()
         known = error if isinstance(error, KvpactError) else None
         self.feed.end = End(

@@ -33,7 +33,7 @@ __all__ = ["ProcessFaults", "SoakBoard"]
 _COPY_SITES: Final = {Direction.TO_HOST: "write", Direction.TO_DEVICE: "load"}
 #: A process fault strikes within so long after its step began.
 SCATTER_S: Final = 0.02
-#: Before a rank kills itself: what it told of it has to get out first.
+#: Before a rank stops or kills itself: what it told of it has to get out first.
 TELL_S: Final = 1.0
 _HOG: Final = """
 import os, sys, time
@@ -222,10 +222,10 @@ class ProcessFaults:
                 subprocess.Popen([sys.executable, "-S", "-c", _HOG, str(line.seconds)])
             )
             return
-        is_kill = line.action == "kill"
-        in_s = draw.uniform(0, SCATTER_S) + (TELL_S if is_kill else 0.0)
+        strike = self._kill if line.action == "kill" else self._stop
+        in_s = draw.uniform(0, SCATTER_S) + TELL_S
         self._struck(line.name, in_s=in_s)
-        timer = threading.Timer(in_s, self._kill if is_kill else self._stop, [line.seconds or 0.0])
+        timer = threading.Timer(in_s, strike, [line.seconds or 0.0])
         timer.daemon = True
         timer.start()
 
