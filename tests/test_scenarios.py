@@ -75,7 +75,9 @@ def promises_only(scenario: Scenario, lag: int) -> Scenario:
     """The story without its expectations; in the end everything must come back."""
     world = scenario.world
     entries: list[Do] = [
-        entry for entry in at_lag(scenario, lag).do if not isinstance(entry, Expect)
+        msgspec.structs.replace(entry, may_miss=True) if isinstance(entry, Fault) else entry
+        for entry in at_lag(scenario, lag).do
+        if not isinstance(entry, Expect)
     ]
     entries += _tail(scenario, lag)
     return _changed(scenario, max(lag, world.pp) if world.pp > 1 else lag, entries)
@@ -328,6 +330,113 @@ def test_a_promise_that_fails_is_status_1(
     text = capsys.readouterr().out
     assert "entry 5 (step), rank 0: raised without notice" in text
     assert "entry 5 (step), rank 1: raised without notice" in text
+
+
+IN_SILENCE = """\
+name = "nothing of it happens"
+[world]
+tp = 2
+page_size = 4
+device_pages = 8
+host_pages = 8
+[[do]]
+op = "fault"
+rank = 1
+site = "load"
+action = "fail"
+{fault}
+[[do]]
+op = "insert"
+request = "a"
+tokens = "0..8"
+namespace = "tenant"
+[[do]]
+op = "drain"
+[[do]]
+op = "expect"
+right_bytes = ["{prefix}"]
+device = {{ "tenant: 0..8" = 8, "0..8" = 0 }}
+{expect}
+"""
+MISS = "may_miss = true"
+
+
+@pytest.mark.parametrize(
+    "fault, prefix, expect, says",
+    [
+        (MISS, "tenant:0..8", "", []),
+        (MISS, "0..8", MISS, []),
+        ("", "tenant: 0..8", "", ["entry 1 (fault), rank 1: load fail never struck"]),
+        (
+            MISS,
+            "0..8",
+            "",
+            [f"entry 4 (expect), rank {rank}: right_bytes 0..8: nothing of it" for rank in (0, 1)],
+        ),
+    ],
+)
+def test_a_file_does_not_pass_in_silence(
+    fault: str, prefix: str, expect: str, says: list[str]
+) -> None:
+    """A fault that had no occasion, and bytes that are not there, show nothing."""
+    text = IN_SILENCE.format(fault=fault, prefix=prefix, expect=expect)
+    found = run_sim(parse_scenario(text, "silent.toml")).failures
+    assert len(found) == len(says)
+    assert all(line.startswith(start) for line, start in zip(found, says, strict=True)), found
+
+
+RECOMPUTED = """\
+name = "a load fails after its pages were agreed"
+[world]
+tp = 2
+lag = 1
+page_size = 4
+device_pages = 8
+host_pages = 8
+storage = "memory"
+[[do]]
+op = "insert"
+request = "a"
+tokens = "0..16"
+[[do]]
+op = "drain"
+[[do]]
+op = "evict"
+tier = "device"
+pages = 4
+[[do]]
+op = "load_back"
+request = "part"
+tokens = "0..16"
+pages_max = 2
+[[do]]
+op = "drain"
+[[do]]
+op = "pause"
+seconds = 30.0
+ranks = [1]
+[[do]]
+op = "expect"
+loaded = {{ part = 8 }}
+device = {{ "0..16" = 8 }}
+must_recompute = {{ part = {times} }}
+right_bytes = ["0..16"]
+[[do]]
+op = "clear_storage"
+[[do]]
+op = "drain"
+[[do]]
+op = "expect"
+storage = {{ "0..16" = 0 }}
+"""
+
+
+def test_new_words_do_what_they_say() -> None:
+    """``pages_max``, ``pause`` beyond the deadline, ``must_recompute``, ``clear_storage``."""
+    assert run_sim(parse_scenario(RECOMPUTED.format(times=0), "words.toml")).failures == []
+    found = run_sim(parse_scenario(RECOMPUTED.format(times=1), "words.toml")).failures
+    assert all("must_recompute part: expected 1, found 0" in line for line in found)
+    assert len(found) == 2
 
 
 def test_nothing_announced_was_raised_is_status_1(

@@ -20,6 +20,11 @@ class Fault(Protocol):
     """What a board needs to know of a fault: where, what, how often, and from when on."""
 
     @property
+    def number(self) -> int:
+        """Which entry of a file it is, from 1; 0: of none."""
+        ...
+
+    @property
     def site(self) -> str:
         """Where it strikes, such as ``"host.reserve"``."""
         ...
@@ -62,11 +67,13 @@ class _Armed:
 
 
 class FaultBoard:
-    """The faults of one rank. ``struck`` counts, per site and action, how often one struck."""
+    """The faults of one rank. ``struck`` counts, per site and action, how often one struck, and
+    ``entries`` has the numbers of those that did."""
 
     def __init__(self) -> None:
         self._armed: list[_Armed] = []
         self.struck: dict[str, int] = {}
+        self.entries: list[int] = []
 
     def arm(self, fault: Fault) -> None:
         """From now on, after ``fault.after`` occasions, ``fault.times`` times (-1: for ever)."""
@@ -88,6 +95,8 @@ class FaultBoard:
                 armed.left -= 1
             name = f"{site} {armed.fault.action}"
             self.struck[name] = self.struck.get(name, 0) + 1
+            if armed.fault.number not in self.entries:
+                self.entries.append(armed.fault.number)
             return armed.fault
         return None
 

@@ -27,6 +27,7 @@ from kvpact.harness.scenario.model import (
     LoadBack,
     LoadMatch,
     NewWeights,
+    Pause,
     Prefetch,
     Ranges,
     Reset,
@@ -63,6 +64,7 @@ _WEIGHTS: Final[dict[str, float]] = {
     "attach": 1,
     "reset": 0.3,
     "new_weights": 0.3,
+    "pause": 0.2,
     "diverge": 0.5,
     "step": 10,
     "decide": 1,
@@ -123,6 +125,7 @@ class Workload:
             "detach": lambda: DetachStorage(number=0),
             "reset": lambda: Reset(number=0),
             "new_weights": lambda: NewWeights(number=0, version=str(draw.randint(1, 3))),
+            "pause": lambda: Pause(number=0, seconds=draw.choice((0.01, 0.5, 3.0))),
             "diverge": self._diverge,
         }
 
@@ -221,7 +224,7 @@ class Workload:
         if self._num_divergences == _DIVERGENCES_MAX:
             self._kinds["diverge"] = False
         rank = self._draw.randrange(self._world.num_ranks)
-        return Fault(number=0, rank=rank, site="scheduler", action="diverge")
+        return Fault(number=0, rank=rank, site="scheduler", action="diverge", may_miss=True)
 
     def _load_back(self) -> Do:
         return LoadBack(
@@ -229,6 +232,7 @@ class Workload:
             request=self._request(),
             tokens=self._known_prompt(),
             namespace=self._namespace(),
+            pages_max=self._draw.choice((None, None, None, 1, 2)),
         )
 
     def _match(self) -> Do:
@@ -351,6 +355,7 @@ class Workload:
             after=draw.choice((0, 0, 0, 1, 3)),
             steps=draw.choice((1, 2, 5, 20)) if action == "delay" else None,
             seconds=draw.choice((0.015, 0.05, 0.3)) if late else None,
+            may_miss=True,
         )
 
 

@@ -22,12 +22,14 @@ from kvpact.consensus.core.errors import InternalError, KvpactError
 from kvpact.consensus.epoch.report import Incident
 from kvpact.harness.faults.board import FaultBoard
 from kvpact.harness.rank.rank import Rank
-from kvpact.harness.rank.sim import Pause, Program
+from kvpact.harness.rank.sim import Pause as Wait
+from kvpact.harness.rank.sim import Program
 from kvpact.harness.scenario.engine import Engine
 from kvpact.harness.scenario.model import (
     Abort,
     Admit,
     AttachStorage,
+    ClearStorage,
     Compute,
     Decide,
     DetachStorage,
@@ -45,6 +47,7 @@ from kvpact.harness.scenario.model import (
     LoadBack,
     LoadMatch,
     NewWeights,
+    Pause,
     Prefetch,
     Reset,
     Scenario,
@@ -53,7 +56,7 @@ from kvpact.harness.scenario.model import (
     Take,
     TakeMatch,
     expand,
-    parse_ranges,
+    parse_prefix,
 )
 from kvpact.harness.scenario.router import Listener
 from kvpact.harness.verify.agreement import Snapshot, snapshot
@@ -65,7 +68,16 @@ __all__ = ["Agent", "Observation", "Raised", "RankRecord"]
 #: What only an engine that owns its pages asks for, and with it all that is not a scheduler's call.
 Driven = Admit | Take | Compute | Free | Headroom
 Managed = (
-    Driven | Flush | Fault | Heal | Reset | NewWeights | Settle | AttachStorage | DetachStorage
+    Driven
+    | Flush
+    | Fault
+    | Heal
+    | Reset
+    | NewWeights
+    | Settle
+    | AttachStorage
+    | ClearStorage
+    | DetachStorage
 )
 
 
@@ -90,7 +102,8 @@ class Raised(msgspec.Struct, frozen=True):
 
 class RankRecord(msgspec.Struct):
     """All that one rank saw. ``left_at``: the entry at which it stalled or died (0: never).
-    ``suspended_from``: by epoch, the step from which on it may differ."""
+    ``suspended_from``: by epoch, the step from which on it may differ. ``struck`` are the numbers
+    of the faults that struck here; ``has_ended``: the whole file was done."""
 
     rank: int
     incidents: list[Incident] = []
@@ -100,6 +113,8 @@ class RankRecord(msgspec.Struct):
     broken: list[str] = []
     suspended_from: dict[int, int] = {}
     left_at: int = 0
+    struck: list[int] = []
+    has_ended: bool = False
 
 
 class Exit(Exception):
@@ -139,6 +154,8 @@ class Agent:
         self._fetches: dict[str, Ticket] = {}
         self._matches: dict[str, Match] = {}
         self._holding: set[str] = set()
+        self.board.entries = self.record.struck
+        self._recomputed: dict[str, int] = {}
         self._engine = Engine(rank)
         self._listener = Listener(rank, _prompts(scenario))
 
@@ -162,13 +179,14 @@ class Agent:
                 self._note_error(entry, error)
                 if isinstance(error, InternalError):
                     return
+        self.record.has_ended = True
         self.record.broken += self._listener.wrong_in_storage()
 
     # -- entries ---------------------------------------------------------------------------------
 
     def _do(self, entry: Do) -> Program:
         match entry:
-            case Step() | Decide() | Drain():
+            case Step() | Decide() | Drain() | Pause():
                 yield from self._go_on(entry)
             case Insert():
                 self._insert(entry)
@@ -194,9 +212,12 @@ class Agent:
             case _:
                 self._manage(entry)
 
-    def _go_on(self, entry: Step | Decide | Drain) -> Program:
-        """What communicates."""
+    def _go_on(self, entry: Step | Decide | Drain | Pause) -> Program:
+        """What communicates, or takes its time."""
         match entry:
+            case Pause():
+                with self.cache.paused("the scenario says so"):
+                    yield Wait(entry.seconds)
             case Step():
                 for _ in range(entry.times):
                     yield from self._step()
@@ -226,6 +247,8 @@ class Agent:
                 self.cache.settle_for_prefetch(entry.request)
             case AttachStorage():
                 self.cache.attach_storage()
+            case ClearStorage():
+                self.cache.clear_storage()
             case DetachStorage():
                 self.cache.detach_storage()
             case _:
@@ -270,7 +293,9 @@ class Agent:
         match = self.cache.match_prefix(
             expand(entry.tokens), namespace=entry.namespace, request=entry.request
         )
-        self._tickets[entry.request] = self.cache.request_load_back(entry.request, match)
+        self._tickets[entry.request] = self.cache.request_load_back(
+            entry.request, match, pages_max=entry.pages_max
+        )
         self._let_go()
 
     def _match(self, entry: TakeMatch) -> None:
@@ -335,12 +360,12 @@ class Agent:
             case "late":
                 assert fault is not None
                 assert fault.seconds is not None
-                yield Pause(fault.seconds)
+                yield Wait(fault.seconds)
             case "diverge":
                 self._lose_a_node()
             case "skip_step":
                 self._iteration += 1
-                yield Pause(self.scenario.world.step_ms / 1000)
+                yield Wait(self.scenario.world.step_ms / 1000)
                 return
             case _:
                 pass
@@ -353,12 +378,12 @@ class Agent:
         yield from self._round(partial(self.cache.begin_step, self._iteration))
 
     def _round(self, begin: Callable[[], None]) -> Program:
-        yield Pause(self.scenario.world.step_ms / 1000)
+        yield Wait(self.scenario.world.step_ms / 1000)
         self._settle_copies()
         self._entered_s = self.cache.stepper.group.now()
         begin()
         while (result := self.cache.poll_step()) is None:
-            yield Pause()
+            yield Wait()
         self._after(result)
 
     def _note_incident(self) -> None:
@@ -372,6 +397,8 @@ class Agent:
         for name in result.lost:
             self._end(name)
             self.cache.abort(name)
+        for name in result.must_recompute:
+            self._recomputed[name] = self._recomputed.get(name, 0) + 1
         self._engine.recompute(result.must_recompute)
         self._let_go()
         self.cache.check_integrity()
@@ -419,9 +446,7 @@ class Agent:
         for tier in ("device", "host", "usable"):
             asked: dict[str, int] | None = getattr(entry, tier)
             if asked is not None:
-                seen[tier] = {
-                    text: size * self.cache.peek(expand(parse_ranges(text)))[tier] for text in asked
-                }
+                seen[tier] = {text: size * self._peek(text)[tier] for text in asked}
         if entry.storage is not None:
             seen["storage"] = {text: size * self._stored_pages(text) for text in entry.storage}
         if entry.free is not None:
@@ -441,19 +466,29 @@ class Agent:
         if entry.counters is not None:
             known = self.cache.metrics()
             seen["counters"] = {name: known[name] for name in entry.counters}
+        if entry.must_recompute is not None:
+            seen["must_recompute"] = {n: self._recomputed.get(n, 0) for n in entry.must_recompute}
         if entry.right_bytes is not None:
             seen["right_bytes"] = {text: self._is_right(text) for text in entry.right_bytes}
+            seen["covered"] = {text: self._peek(text)["device"] for text in entry.right_bytes}
         story = [str(line) for line in self.cache.journal.tail(12)]
         self.record.observations.append(Observation(entry.number, seen, story))
 
+    def _peek(self, text: str) -> dict[str, int]:
+        namespace, ranges = parse_prefix(text)
+        return self.cache.peek(expand(ranges), namespace=namespace)
+
     def _stored_pages(self, text: str) -> int:
         """Leading pages of a prefix whose storage write ended well on every rank."""
-        hashes = page_hashes(expand(parse_ranges(text)), self.scenario.world.page_size)
+        namespace, ranges = parse_prefix(text)
+        size = self.scenario.world.page_size
+        hashes = page_hashes(expand(ranges), size, namespace=namespace)
         return sum(1 for _ in takewhile(self._listener.stored.__contains__, hashes))
 
     def _is_right(self, text: str) -> int:
         """1: all of the prefix that is on DEVICE has the right bytes."""
-        nodes, _ = self.cache.tree.walk(expand(parse_ranges(text)))
+        namespace, ranges = parse_prefix(text)
+        nodes, _ = self.cache.tree.walk(expand(ranges), namespace)
         return int(not self.rank.wrong_bytes([n for n in nodes if n.device.is_published]))
 
 

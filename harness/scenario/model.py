@@ -25,6 +25,7 @@ __all__ = [
     "Abort",
     "Admit",
     "AttachStorage",
+    "ClearStorage",
     "Compute",
     "Decide",
     "DetachStorage",
@@ -44,6 +45,7 @@ __all__ = [
     "LoadMatch",
     "Mode",
     "NewWeights",
+    "Pause",
     "Prefetch",
     "Raises",
     "Ranges",
@@ -58,6 +60,7 @@ __all__ = [
     "actions",
     "expand",
     "num_tokens",
+    "parse_prefix",
     "parse_ranges",
 ]
 
@@ -178,11 +181,12 @@ class Insert(Entry, frozen=True, kw_only=True, tag="insert"):
 
 
 class LoadBack(Entry, frozen=True, kw_only=True, tag="load_back"):
-    """Match, and propose loading what is on HOST but not on DEVICE."""
+    """Match, and propose loading what is on HOST but not on DEVICE, at most ``pages_max``."""
 
     request: Name
     tokens: Ranges
     namespace: str = ""
+    pages_max: Count | None = None
 
 
 class TakeMatch(Entry, frozen=True, kw_only=True, tag="match"):
@@ -304,13 +308,24 @@ class AttachStorage(Entry, frozen=True, kw_only=True, tag="attach_storage"):
     """Admin: the storage tier on."""
 
 
+class ClearStorage(Entry, frozen=True, kw_only=True, tag="clear_storage"):
+    """Admin: the storage of every rank is emptied."""
+
+
+class Pause(Entry, frozen=True, kw_only=True, tag="pause"):
+    """Who does this is away for so long and says so: nobody's deadline runs meanwhile."""
+
+    seconds: Seconds
+
+
 class DetachStorage(Entry, frozen=True, kw_only=True, tag="detach_storage"):
     """Admin: the storage tier off."""
 
 
 class Fault(Entry, frozen=True, kw_only=True, tag="fault"):
     """Armed from here on. ``times`` is -1 for ever; ``steps`` comes with ``delay``, ``seconds``
-    with ``late``, and neither with another action."""
+    with ``late``, and neither with another action. One that never strikes fails the file unless it
+    ``may_miss``."""
 
     rank: Amount
     site: str
@@ -319,6 +334,7 @@ class Fault(Entry, frozen=True, kw_only=True, tag="fault"):
     after: Amount = 0
     steps: Count | None = None
     seconds: Seconds | None = None
+    may_miss: bool = False
 
 
 class Heal(Entry, frozen=True, kw_only=True, tag="heal"):
@@ -326,8 +342,10 @@ class Heal(Entry, frozen=True, kw_only=True, tag="heal"):
 
 
 class Expect(Entry, frozen=True, kw_only=True, tag="expect"):
-    """``None`` where the file is silent. Prefixes are kept as written: ``"0..8,100..108"``;
-    :func:`parse_ranges` reads them. Token counts per prefix or request,
+    """``None`` where the file is silent. Prefixes are kept as written: ``"0..8,100..108"``, or
+    ``"tenant: 0..8"`` in a namespace; :func:`parse_prefix` reads them. ``right_bytes`` that finds
+    nothing on the device fails the file unless it ``may_miss``. ``must_recompute`` counts how often
+    a request was told to. Token counts per prefix or request,
     page counts in ``free`` (per rank) and ``pinned``."""
 
     device: dict[str, int] | None = None
@@ -339,7 +357,9 @@ class Expect(Entry, frozen=True, kw_only=True, tag="expect"):
     loaded: dict[str, int] | None = None
     prefetched: dict[str, int] | None = None
     counters: dict[str, int] | None = None
+    must_recompute: dict[str, int] | None = None
     right_bytes: tuple[str, ...] | None = None
+    may_miss: bool = False
 
 
 Do = (
@@ -364,7 +384,9 @@ Do = (
     | Reset
     | NewWeights
     | AttachStorage
+    | ClearStorage
     | DetachStorage
+    | Pause
     | Fault
     | Heal
     | Expect
@@ -398,6 +420,12 @@ def parse_ranges(text: str) -> Ranges:
         if num_tokens(ranges) > MAX_TOKENS:
             raise BadInput(f"more than {MAX_TOKENS} tokens")
     return tuple(ranges)
+
+
+def parse_prefix(text: str) -> tuple[str, Ranges]:
+    """Namespace and ranges of ``"tenant: 0..8"``. Raises BadInput like :func:`parse_ranges`."""
+    namespace, _, ranges = text.rpartition(":")
+    return namespace.strip(), parse_ranges(ranges)
 
 
 def num_tokens(ranges: Sequence[tuple[int, int]]) -> int:

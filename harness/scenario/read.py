@@ -232,12 +232,12 @@ def _read_tokens(table: _Table, place: Place, page_size: int, before: Sequence[m
     for key in ("device", "host", "storage", "usable"):
         for prefix, value in _members(table, key, place):
             where = f'{key}."{prefix}"'
-            length = model.num_tokens(_ranges(prefix, where, place, page_size))
+            length = model.num_tokens(_prefix(prefix, where, place, page_size))
             if _tokens(value, where, place, page_size) > length:
                 place.wrong(where, f"{value} tokens of a prefix of {length}")
     if isinstance(table.get("right_bytes"), list):
         for index, prefix in enumerate(table["right_bytes"]):
-            _ranges(prefix, f"right_bytes[{index}]", place, page_size)
+            _prefix(prefix, f"right_bytes[{index}]", place, page_size)
     loads = [one.request for one in before if isinstance(one, model.LoadBack | model.LoadMatch)]
     fetches = [one.request for one in before if isinstance(one, model.Prefetch)]
     for key, kind, known in (("loaded", "load_back", loads), ("prefetched", "prefetch", fetches)):
@@ -245,6 +245,11 @@ def _read_tokens(table: _Table, place: Place, page_size: int, before: Sequence[m
             if request not in known:
                 place.wrong(f"{key}.{request}", f"no earlier {kind} names it")
             _tokens(value, f"{key}.{request}", place, page_size)
+    named = [getattr(one, "request", "") for one in before]
+    for request, value in _members(table, "must_recompute", place):
+        if request not in named:
+            place.wrong(f"must_recompute.{request}", "no earlier entry names it")
+        _integer(value, f"must_recompute.{request}", place)
 
 
 def _members(table: _Table, key: str, place: Place) -> list[tuple[str, Any]]:
@@ -291,6 +296,12 @@ def _ranges(value: object, key: str, place: Place, page_size: int) -> model.Rang
         place.wrong(key, error.message)
     _tokens(model.num_tokens(ranges), key, place, page_size)
     return ranges
+
+
+def _prefix(value: object, key: str, place: Place, page_size: int) -> model.Ranges:
+    """The ranges of a prefix that may name a namespace before a colon."""
+    text = value.rpartition(":")[2] if isinstance(value, str) else value
+    return _ranges(text, key, place, page_size)
 
 
 def _per_rank(

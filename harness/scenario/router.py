@@ -75,6 +75,8 @@ class Listener:
         if event.kind == "cleared" and self._rank.cache.weights != self._weights:
             self._learn_keys()
             self.stored.clear()
+        if event.kind == "cleared":
+            self.stored.clear()
         if event.kind != "stored":
             return []
         self.stored.update(event.pages)

@@ -24,7 +24,7 @@ from kvpact.harness.faults.board import FaultBoard, FaultyPool
 from kvpact.harness.rank.rank import Rank, identity_of
 from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
 from kvpact.harness.scenario.agent import Agent, Observation, Raised, RankRecord
-from kvpact.harness.scenario.model import Do, Expect, Scenario, World
+from kvpact.harness.scenario.model import Do, Expect, Fault, Scenario, World
 from kvpact.harness.verify.agreement import Snapshot, compare
 
 __all__ = ["Result", "judge", "run_sim", "unsupported", "world_config"]
@@ -235,7 +235,22 @@ def judge(scenario: Scenario, records: Sequence[RankRecord]) -> list[str]:
         failures += _judge_raised(entry, records)
         if isinstance(entry, Expect):
             failures += _judge_expect(entry, records)
+        if isinstance(entry, Fault) and not entry.may_miss:
+            failures += _judge_struck(entry, records)
     return failures
+
+
+def _judge_struck(entry: Fault, records: Sequence[RankRecord]) -> list[str]:
+    """A fault that nothing gave occasion to shows nothing, whatever the rest of the file says."""
+    return [
+        f"entry {entry.number} (fault), rank {record.rank}: {entry.site} {entry.action} never"
+        " struck; say may_miss = true where it need not"
+        for record in records
+        if record.rank == entry.rank
+        and record.has_ended
+        and (entry.ranks is None or record.rank in entry.ranks)
+        and entry.number not in record.struck
+    ]
 
 
 def _comparable(records: Sequence[RankRecord]) -> list[Snapshot]:
@@ -284,6 +299,13 @@ def _judge_expect(entry: Expect, records: Sequence[RankRecord]) -> list[str]:
         if observation.number == entry.number
     }
     for rank, observation in seen.items():
+        if not entry.may_miss:
+            failures += [
+                f"entry {entry.number} (expect), rank {rank}: right_bytes {text}: nothing of it is"
+                " on the device; say may_miss = true where that is meant"
+                for text, pages in observation.seen.get("covered", {}).items()
+                if not pages
+            ]
         for key, name, wanted in _wanted(entry, rank):
             found = observation.seen[key][name]
             if (key, name) == ("counters", "writes_submitted"):
@@ -303,6 +325,7 @@ def _wanted(entry: Expect, rank: int) -> list[tuple[str, str, int]]:
         "pinned",
         "loaded",
         "prefetched",
+        "must_recompute",
         "counters",
     ):
         table: dict[str, int] | None = getattr(entry, key)
