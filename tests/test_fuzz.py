@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -18,7 +21,7 @@ from kvpact.consensus.core.participant import Intent
 from kvpact.harness.cli.main import main
 from kvpact.harness.fuzz.run import run_world, signature, small_scenario
 from kvpact.harness.fuzz.worlds import draw_scenario
-from kvpact.harness.scenario.model import Mode
+from kvpact.harness.scenario.model import Idle, Mode, NewWeights, Reset, Scenario
 from kvpact.harness.scenario.read import parse_scenario, read_scenario
 from kvpact.harness.scenario.write import scenario_text
 
@@ -126,6 +129,7 @@ def test_several_processes_find_the_same(
         (["--rank-steps", "0"], "--rank-steps"),
         (["--seed", "-1"], "--seed"),
         (["--jobs", "0"], "--jobs"),
+        (["--failures-max", "0"], "--failures-max"),
     ],
 )
 def test_bad_flags_are_one_line(
@@ -174,6 +178,119 @@ def test_a_planted_fault_is_found_and_made_small(
     assert main(["scenario", str(file)]) == 1
     monkeypatch.undo()
     assert main(["scenario", str(file)]) == 0
+
+
+def test_it_stops_at_a_failure_and_says_so_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(WriteThrough, "ended", _forget_to_unpin)
+    monkeypatch.setattr("kvpact.harness.fuzz.run._SHRUNK_MAX", 0)
+    flags = ["fuzz", "--worlds", "40", "--out", str(tmp_path)]
+    assert main(flags) == 1
+    *_, last = capsys.readouterr().out.strip().splitlines()
+    assert last.startswith("stopped at failure 1 (--failures-max goes on): 1 worlds fail:")
+    assert main([*flags, "--failures-max", "1000"]) == 1
+    *_, last = capsys.readouterr().out.strip().splitlines()
+    assert re.match(r"\d+ worlds fail: 40 worlds,", last)
+
+
+def test_weighted_worlds_are_nearer_to_what_has_failed() -> None:
+    """More lag, headroom, side pools and ends of epochs; and each runs again by its flag."""
+
+    def share(weighted: bool, has: Callable[[Scenario], bool]) -> float:
+        drawn = [draw_scenario(seed, weighted=weighted).scenario for seed in range(150)]
+        return sum(map(has, drawn)) / len(drawn)
+
+    asks: list[Callable[[Scenario], bool]] = [
+        lambda one: one.world.lag >= 3,
+        lambda one: one.world.headroom_pages > 0,
+        lambda one: bool(one.world.side_pools),
+        lambda one: one.world.policy in ("reset", "detach"),
+        lambda one: any(isinstance(entry, Reset | NewWeights) for entry in one.do),
+    ]
+    for has in asks:
+        assert share(True, has) > 1.2 * share(False, has)
+
+
+def test_worlds_have_tiny_limits_and_long_uptimes() -> None:
+    drawn = [draw_scenario(seed).scenario for seed in range(300)]
+    for name in (
+        "waiting_tickets_max",
+        "mover_parts_max",
+        "storage_requests_max",
+        "journal_entries_max",
+        "write_queue_nodes_max",
+    ):
+        assert sum(getattr(one.world, name) == 1 for one in drawn) >= 20, name
+    hours = [e.seconds > 3600 for one in drawn for e in one.do if isinstance(e, Idle)]
+    assert sum(hours) >= 5
+    assert {one.world.lag for one in drawn} >= {0, 1, 2, 3, 4}
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that ``pid`` started, threads' children included."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("words", ["fuzz --minutes 5", "search"])
+def test_no_worker_outlives_its_parent_and_ctrl_c_is_one_line(
+    words: str, how: signal.Signals, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "kvpact", *words.split(), "--jobs", "2"]
+    flags = ["--out", str(tmp_path)] if words != "search" else []
+    process = subprocess.Popen(
+        [*command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        end_s = time.monotonic() + 60.0
+        while len(_workers(process.pid)) < 2 and time.monotonic() < end_s:
+            time.sleep(0.1)
+        workers = _workers(process.pid)
+        assert len(workers) == 2
+        time.sleep(3.0)
+        if how is signal.SIGINT:
+            os.killpg(process.pid, how)  # as a terminal does
+        else:
+            process.kill()
+        out, err = process.communicate(timeout=30)
+        end_s = time.monotonic() + 10.0
+        while any(map(_is_alive, workers)) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        assert not any(map(_is_alive, workers))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if how is signal.SIGINT:
+        assert process.returncode == 130, err
+        assert err == ""
+        assert out.strip().splitlines()[-1].startswith("stopped by hand")
+
+
+def _workers(pid: int) -> list[int]:
+    """Those that run worlds: multiprocessing has a process of its own beside them."""
+    return [
+        child
+        for child in _children(pid)
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def test_shrinking_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,20 @@ def test_what_waits_in_line_is_named(lag: int) -> None:
     assert "a pin that blocks every admission" in error.message
 
 
+def test_what_is_opened_after_an_idle_hour_is_not_an_hour_old() -> None:
+    """Nobody steps an idle engine, and the clock of its last step is the clock of its next call."""
+    owner = Owner({"a": 9})
+    manager = make_manager(0, owner, copy_timeout_s=1e6)
+    progress = Progress(manager, bound_s=BOUND_S, waits=lambda: {"a ticket": "room"})
+    assert progress.overdue() == ""
+    assert manager.open("copy", "slow", {"a": 1}, owner) is not None
+    for clock_ms in (3_600_000, 3_600_900, 3_601_800):
+        manager.clock_ms = clock_ms
+        assert progress.overdue() == ""
+    manager.clock_ms = 3_602_100
+    assert progress.overdue() == "copy slow has waited for 2.1 s: it has no verdict yet"
+
+
 def test_an_intent_may_be_as_old_as_its_bound_and_no_older() -> None:
     owner = Owner({"a": 9})
     manager = make_manager(0, owner, copy_timeout_s=1e6)
@@ -69,8 +83,9 @@ def test_an_intent_may_be_as_old_as_its_bound_and_no_older() -> None:
     intent = manager.open("copy", "slow", {"a": 1}, owner)
     assert intent is not None
     progress = Progress(manager, bound_s=BOUND_S)
-    manager.clock_ms = 2500
-    assert progress.overdue() == ""
+    for clock_ms in (500, 1400, 2300, 2500):
+        manager.clock_ms = clock_ms
+        assert progress.overdue() == ""
     manager.clock_ms = 2501
     assert progress.overdue() == "copy slow has waited for 2.0 s: it has no verdict yet"
     assert describe(manager)[0].endswith("open for 2.0 s")

@@ -439,6 +439,16 @@ def test_new_words_do_what_they_say() -> None:
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_first_request_after_a_day_is_not_stuck(lag: int) -> None:
+    """Nobody steps an idle engine, so what it opens next has the clock of its last step."""
+    text = RECOMPUTED.format(times=0).replace("lag = 1", f"lag = {lag}")
+    idle = '[[do]]\nop = "idle"\nseconds = 100000.0\n'
+    text = text.replace('[[do]]\nop = "evict"', f'{idle}[[do]]\nop = "evict"')
+    assert idle in text
+    assert run_sim(parse_scenario(text, "words.toml")).failures == []
+
+
 def test_nothing_announced_was_raised_is_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

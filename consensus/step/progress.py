@@ -32,26 +32,36 @@ class Progress:
         self._waits = waits
         self._since: dict[str, int] = {}
         self._look_at_ms = 0
+        self._looked_ms = self._woke_ms = 0
 
     def restart(self) -> None:
         """A new epoch, and so a new clock: all ages begin anew."""
         self._since.clear()
         self._look_at_ms = 0
+        self._looked_ms = self._woke_ms = 0
 
     def overdue(self) -> str:
-        """Who has outlived its bound, and what it waits for; empty: nobody. Cheap."""
+        """Who has outlived its bound, and what it waits for; empty: nobody. Once a settled step."""
         now_ms = self._manager.clock_ms
+        # While nobody stepped nothing could get on: an engine that was idle for an hour opens its
+        # next intent by the clock of its last step, and must not find it an hour old.
+        if now_ms - self._looked_ms > self._bound_ms // 2:
+            self._woke_ms = now_ms
+        self._looked_ms = now_ms
         oldest = self._manager.oldest_open
-        if oldest is not None and now_ms - oldest.opened_ms > self._bound_ms:
-            return _line(f"{oldest.kind} {oldest.key}", now_ms - oldest.opened_ms, _lacks(oldest))
+        if oldest is not None:
+            age_ms = now_ms - max(oldest.opened_ms, self._woke_ms)
+            if age_ms > self._bound_ms:
+                return _line(f"{oldest.kind} {oldest.key}", age_ms, _lacks(oldest))
         if self._waits is None or now_ms < self._look_at_ms:
             return ""
         self._look_at_ms = now_ms + self._bound_ms // _LOOKS
         waits = self._waits()
         self._since = {name: self._since.get(name, now_ms) for name in waits}
         for name, since_ms in self._since.items():
-            if now_ms - since_ms > self._bound_ms:
-                return _line(name, now_ms - since_ms, waits[name])
+            age_ms = now_ms - max(since_ms, self._woke_ms)
+            if age_ms > self._bound_ms:
+                return _line(name, age_ms, waits[name])
         return ""
 
 

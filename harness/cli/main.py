@@ -194,6 +194,14 @@ def fuzz(
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where small failing scenarios go.")
     ] = None,
+    failures_max: Annotated[int, typer.Option(help="Stop when so many worlds have failed.")] = 1,
+    weighted: Annotated[
+        bool,
+        typer.Option(
+            "--weighted",
+            help="Worlds nearer to what has failed before; with --minutes every second one is.",
+        ),
+    ] = False,
 ) -> int:
     """Run random worlds with random faults and check every promise after every step."""
     from kvpact.harness.fuzz import run as fuzzes
@@ -208,6 +216,8 @@ def fuzz(
             jobs=jobs,
             journal=journal,
             out=out,
+            failures_max=failures_max,
+            weighted=weighted,
         )
     )
 

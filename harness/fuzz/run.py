@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +20,7 @@ from rich.console import Console
 from kvpact.consensus.core.errors import BadInput
 from kvpact.harness.fuzz.shrink import shrink
 from kvpact.harness.fuzz.worlds import draw_scenario, numbered
+from kvpact.harness.rank.jobs import worker_processes
 from kvpact.harness.scenario.model import Finish, Scenario
 from kvpact.harness.scenario.world import run_sim
 from kvpact.harness.scenario.write import scenario_text
@@ -32,15 +31,18 @@ from kvpact.harness.verify.journals import check_journals
 
 __all__ = ["FuzzConfig", "WorldResult", "fuzz", "run_world", "signature", "small_scenario"]
 
+FAILS: Final = 1
+INTERRUPTED: Final = 130
 DEFAULT_WORLDS: Final = 200
 _BATCH_WORLDS: Final = 8  # handed to one process at a time
-_FAILURES_MAX: Final = 10  # then stop looking for more
 _SHRUNK_MAX: Final = 3  # of them made small
 
 
 class FuzzConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What to run: the worlds ``seed .. seed + worlds - 1``, or as many as fit into ``minutes``,
-    or as many as make ``rank_steps``; whichever comes first."""
+    or as many as make ``rank_steps``; whichever comes first, or until ``failures_max`` fail.
+
+    ``weighted``: towards what has failed before. By ``minutes`` every second world is."""
 
     worlds: int | None = None
     minutes: float | None = None
@@ -50,8 +52,12 @@ class FuzzConfig(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int = 1
     journal: str | None = None
     out: str | None = None
+    failures_max: int = 1
+    weighted: bool = False
 
     def __post_init__(self) -> None:
+        if not 1 <= self.failures_max <= 1000:
+            raise BadInput(f"--failures-max: must be in 1..1000, got {self.failures_max}")
         if self.worlds is not None and self.worlds < 1:
             raise BadInput(f"--worlds: must be at least 1, got {self.worlds}")
         if self.minutes is not None and not 0 < self.minutes <= 24 * 60:
@@ -72,11 +78,14 @@ class WorldResult(msgspec.Struct, frozen=True):
     rank_steps: int
     digest: int
     failures: list[str]
+    weighted: bool = False
 
 
-def run_world(seed: int, *, liveness: bool = False, journals: Path | None = None) -> WorldResult:
+def run_world(
+    seed: int, *, liveness: bool = False, weighted: bool = False, journals: Path | None = None
+) -> WorldResult:
     """Draw and run one world; nothing escapes, whatever it raises is a failure."""
-    scenario = draw_scenario(seed, liveness=liveness).scenario
+    scenario = draw_scenario(seed, liveness=liveness, weighted=weighted).scenario
     folder = journals / f"world{seed}" if journals is not None else None
     rank_steps, digest, failures = _run(scenario, seed, folder)
     if (
@@ -85,7 +94,7 @@ def run_world(seed: int, *, liveness: bool = False, journals: Path | None = None
         and (wrong := check_journals(str(folder), range(scenario.world.num_ranks)))
     ):
         failures.append(wrong)
-    return WorldResult(seed, scenario.world.num_ranks, rank_steps, digest, failures)
+    return WorldResult(seed, scenario.world.num_ranks, rank_steps, digest, failures, weighted)
 
 
 def _run(scenario: Scenario, seed: int, journals: Path | None = None) -> tuple[int, int, list[str]]:
@@ -118,9 +127,11 @@ def signature(failure: str) -> str:
     return re.sub(r"\d+|0x[0-9a-f]+", "#", failure.partition("; the journal before it")[0])
 
 
-def small_scenario(seed: int, *, liveness: bool = False, runs_max: int = 1500) -> Scenario:
+def small_scenario(
+    seed: int, *, liveness: bool = False, weighted: bool = False, runs_max: int = 1500
+) -> Scenario:
     """The smallest scenario found that fails as the world of ``seed`` does, which must fail."""
-    draw = draw_scenario(seed, liveness=liveness)
+    draw = draw_scenario(seed, liveness=liveness, weighted=weighted)
     wanted = {signature(line) for line in _run(draw.scenario, seed)[2]}
     # The order of events of seed 0 is what `kvpact scenario` runs with unless told otherwise.
     order = 0 if wanted & _signatures(draw.scenario, 0) else seed
@@ -132,10 +143,16 @@ def small_scenario(seed: int, *, liveness: bool = False, runs_max: int = 1500) -
     tidy = _without_idle_finishes(small)
     small = tidy if fails(tidy) else small
     failure = _run(small, order)[2][0]
-    about = f"Found by kvpact fuzz --seed {seed} --worlds 1{' --liveness' * liveness}. It said: "
+    about = f"Found by {_again(seed, liveness, weighted)}. It said: "
     about += failure.partition("; the journal before it")[0]
     about += f". Run it with --seed {order}." if order else ""
     return msgspec.structs.replace(small, name=f"fuzz {seed}", about=about)
+
+
+def _again(seed: int, liveness: bool, weighted: bool) -> str:
+    """The command that runs one world again."""
+    flags = " --liveness" * liveness + " --weighted" * weighted
+    return f"kvpact fuzz --seed {seed} --worlds 1{flags}"
 
 
 def _signatures(scenario: Scenario, order: int) -> set[str]:
@@ -163,27 +180,38 @@ def fuzz(config: FuzzConfig) -> int:
     failed: list[WorldResult] = []
     num_worlds = rank_steps = 0
     digest = xxhash.xxh3_64()
-    for result in _results(config, started):
-        num_worlds += 1
-        rank_steps += result.rank_steps
-        digest.update(result.digest.to_bytes(8, "little"))
-        if result.failures:
-            failed.append(result)
-            _print_failure(console, config, result)
-            if len(failed) == _FAILURES_MAX:
-                console.print(f"{_FAILURES_MAX} worlds failed: looking no further")
+    ending = ""
+    try:
+        for result in _results(config, started):
+            num_worlds += 1
+            rank_steps += result.rank_steps
+            digest.update(result.digest.to_bytes(8, "little"))
+            if result.failures:
+                failed.append(result)
+                _print_failure(console, config, result)
+                if len(failed) == config.failures_max:
+                    ending = f"stopped at failure {len(failed)} (--failures-max goes on): "
+                    break
+            if config.rank_steps is not None and rank_steps >= config.rank_steps:
                 break
-        if config.rank_steps is not None and rank_steps >= config.rank_steps:
-            break
-    spent_s = time.monotonic() - started
-    _print_totals(console, num_worlds, rank_steps, spent_s, digest.hexdigest(), len(failed))
+        spent_s = time.monotonic() - started
+        _write_all_small(console, config, failed)
+    except KeyboardInterrupt:
+        spent_s = time.monotonic() - started
+        ending = "stopped by hand: "
+    told = _totals(num_worlds, rank_steps, spent_s, digest.hexdigest(), len(failed))
+    console.print(ending + told)
+    return FAILS if failed else (INTERRUPTED if ending else 0)
+
+
+def _write_all_small(console: Console, config: FuzzConfig, failed: Sequence[WorldResult]) -> None:
+    """One small scenario for each kind of failure, as far as it goes."""
     kinds: set[str] = set()
     for result in failed:
         kind = signature(result.failures[0])
         if kind not in kinds and len(kinds) < _SHRUNK_MAX:
             kinds.add(kind)
-            _write_small(console, config, result.seed)
-    return int(bool(failed))
+            _write_small(console, config, result)
 
 
 def _results(config: FuzzConfig, started: float) -> Iterator[WorldResult]:
@@ -193,7 +221,7 @@ def _results(config: FuzzConfig, started: float) -> Iterator[WorldResult]:
         for batch in batches:
             yield from _run_batch(config, batch)
         return
-    with ProcessPoolExecutor(config.jobs, mp_context=get_context("spawn")) as pool:
+    with worker_processes(config.jobs) as pool:
         waiting = [
             pool.submit(_run_batch, config, batch)
             for batch in itertools.islice(batches, 2 * config.jobs)
@@ -226,11 +254,19 @@ def _batches(config: FuzzConfig, started: float) -> Iterator[range]:
 
 def _run_batch(config: FuzzConfig, seeds: range) -> list[WorldResult]:
     journals = Path(config.journal) if config.journal is not None else None
-    return [run_world(seed, liveness=config.liveness, journals=journals) for seed in seeds]
+    return [
+        run_world(
+            seed,
+            liveness=config.liveness,
+            weighted=config.weighted or (config.minutes is not None and seed % 2 == 1),
+            journals=journals,
+        )
+        for seed in seeds
+    ]
 
 
 def _print_failure(console: Console, config: FuzzConfig, result: WorldResult) -> None:
-    again = f"kvpact fuzz --seed {result.seed} --worlds 1{' --liveness' * config.liveness}"
+    again = _again(result.seed, config.liveness, result.weighted)
     console.print(f"[red]FAILS[/red]  seed {result.seed}; again with: {again}")
     for line in result.failures[:5]:
         console.print(f"    {line}", markup=False)
@@ -238,19 +274,18 @@ def _print_failure(console: Console, config: FuzzConfig, result: WorldResult) ->
         console.print(f"    and {len(result.failures) - 5} more")
 
 
-def _print_totals(
-    console: Console, num_worlds: int, rank_steps: int, spent_s: float, digest: str, failed: int
-) -> None:
+def _totals(num_worlds: int, rank_steps: int, spent_s: float, digest: str, failed: int) -> str:
     verdict = f"[red]{failed} worlds fail[/red]" if failed else "[green]all promises hold[/green]"
-    console.print(
+    return (
         f"{verdict}: {num_worlds} worlds, {rank_steps:,} rank-steps in {spent_s:.1f} s"
         f" ({rank_steps / max(spent_s, 1e-9) * 60:,.0f} per minute), digest {digest}"
     )
 
 
-def _write_small(console: Console, config: FuzzConfig, seed: int) -> None:
+def _write_small(console: Console, config: FuzzConfig, result: WorldResult) -> None:
+    seed = result.seed
     console.print(f"making seed {seed} small ...")
-    small = small_scenario(seed, liveness=config.liveness)
+    small = small_scenario(seed, liveness=config.liveness, weighted=result.weighted)
     folder = Path(config.out) if config.out is not None else Path()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from kvpact.harness.scenario.model import (
     Free,
     Headroom,
     Heal,
+    Idle,
     Insert,
     LoadBack,
     LoadMatch,
@@ -44,6 +45,7 @@ REQUESTS_MAX: Final = 8  # of each way into the cache, at the same time
 
 _BRANCH_TOKENS: Final = 1000  # each branch of the prompts has token ids of its own
 _DIVERGENCES_MAX: Final = 2  # fewer than the resets that a policy allows
+_UPTIMES_S: Final = (0.05, 2.0, 700.0, 10_000.0, 100_000.0)  # up to a day
 _WEIGHTS: Final[dict[str, float]] = {
     "insert": 9,
     "load_back": 6,
@@ -65,6 +67,7 @@ _WEIGHTS: Final[dict[str, float]] = {
     "reset": 0.3,
     "new_weights": 0.3,
     "pause": 0.2,
+    "idle": 0.2,
     "diverge": 0.5,
     "step": 10,
     "decide": 1,
@@ -80,7 +83,7 @@ _WEIGHTS: Final[dict[str, float]] = {
 class Workload:
     """Draws entries one after another; remembers the prompts so that later ones share prefixes."""
 
-    def __init__(self, draw: random.Random, world: World) -> None:
+    def __init__(self, draw: random.Random, world: World, *, weighted: bool = False) -> None:
         self.entries: list[Do] = []
         self._draw = draw
         self._world = world
@@ -98,6 +101,10 @@ class Workload:
         self._allow(world)
         # Each world has its own habits: uniform weights everywhere would make all worlds alike.
         self._weights = {kind: w * draw.choice((0.2, 1, 1, 3)) for kind, w in _WEIGHTS.items()}
+        if weighted:  # an epoch ends while much is in hand
+            for kind in ("reset", "new_weights", "diverge", "detach", "attach"):
+                self._kinds[kind] = self._could[kind]
+                self._weights[kind] *= 5
         self._namespaces = draw.choice((("",), ("",), ("", "tenant")))
         self._num_requests = draw.choice((2, 4, REQUESTS_MAX))
         self._makers: dict[str, Callable[[], Do]] = {
@@ -125,6 +132,7 @@ class Workload:
             "detach": lambda: DetachStorage(number=0),
             "reset": lambda: Reset(number=0),
             "new_weights": lambda: NewWeights(number=0, version=str(draw.randint(1, 3))),
+            "idle": lambda: Idle(number=0, seconds=draw.choice(_UPTIMES_S)),
             "pause": lambda: Pause(number=0, seconds=draw.choice((0.01, 0.5, 3.0))),
             "diverge": self._diverge,
         }
@@ -137,9 +145,10 @@ class Workload:
         if draw.random() < 0.7:  # most worlds with a storage keep it
             kinds["attach"] = kinds["detach"] = False
         kinds["decide"] = world.pp == 1
+        kinds["diverge"] = world.policy in ("reset", "detach") and kinds["fault"]
+        self._could = {**kinds, "attach": kinds["prefetch"], "detach": kinds["prefetch"]}
         kinds["reset"] = draw.random() < 0.2
         kinds["new_weights"] = draw.random() < 0.2
-        kinds["diverge"] = world.policy in ("reset", "detach") and kinds["fault"]
         if world.side_pools:  # the engine's own pages cannot be inserted beside side pools
             kinds["insert"] = kinds["load_back"] = True
             kinds["compute"] = False
@@ -160,8 +169,10 @@ class Workload:
         if kind in groups:
             self.entries += groups[kind]()
             return
-        if kind == "drain":
+        if kind in ("drain", "idle"):
             self.entries.append(Heal(number=0))
+        if kind == "idle":  # has_pending() keeps an engine stepping until then
+            self.entries.append(self._makers["drain"]())
         self.entries.append(self._makers[kind]())
 
     def _request(self) -> str:

@@ -79,15 +79,17 @@ class Draw(msgspec.Struct, frozen=True):
     num_tail: int
 
 
-def draw_scenario(seed: int, *, liveness: bool = False) -> Draw:
-    """The scenario of ``seed``.
+def draw_scenario(seed: int, *, liveness: bool = False, weighted: bool = False) -> Draw:
+    """The scenario of ``seed``; ``weighted`` towards what has failed before.
 
     Every fourth one ends with a fault that must end in a named error, unless ``liveness`` wants
     all of them to heal and drain.
     """
-    draw = random.Random(f"kvpact world {seed} {liveness}")
+    draw = random.Random(f"kvpact world {seed} {liveness}{' weighted' * weighted}")
     world = _draw_world(draw)
-    workload = Workload(draw, world)
+    if weighted:
+        world = _weighted(draw, world)
+    workload = Workload(draw, world, weighted=weighted)
     for _ in range(draw.choice((10, 20, 40, 80))):
         workload.add_random()
     breaks = not liveness and draw.random() < 0.25
@@ -146,7 +148,26 @@ def _draw_world(draw: random.Random) -> World:
         prefetch_minimum_pages=draw.choice((1, 1, 1, 2)),
         storage_queue_pages=draw.choice((2, 4, 4096, 4096)),
         write_queue_nodes_max=draw.choice((1, 3, 1 << 16, 1 << 16, 1 << 16)),
+        waiting_tickets_max=draw.choice((1, 2, 4096, 4096)),
+        mover_parts_max=draw.choice((1, 2, 4096, 4096)),
+        storage_requests_max=draw.choice((1, 2, 256, 256)),
+        journal_entries_max=draw.choice((1, 8, 2048)),
         side_pools=_draw_side_pools(draw, device, max(host, 1), tp * pp) if has_side else (),
+    )
+
+
+def _weighted(draw: random.Random, world: World) -> World:
+    """Nearer to what has failed before: lag, headroom, side pools, epochs that end."""
+    host = max(*world.host_pages, 1)
+    may_have_side = world.mode != "buffer_only" and not world.side_pools and draw.random() < 0.4
+    return msgspec.structs.replace(
+        world,
+        lag=max(world.pp, draw.choice((0, 1, 2, 3, 3, 4, 4))),
+        headroom_pages=draw.choice((0, 1, 2, 3)),
+        policy=draw.choice(("raise", "reset", "reset", "detach", "detach", "observe")),
+        side_pools=_draw_side_pools(draw, min(world.device_pages), host, world.num_ranks)
+        if may_have_side
+        else world.side_pools,
     )
 
 

@@ -162,7 +162,7 @@ def _receive_or_end(sock: socket.socket) -> bytes:
     return data
 
 
-def _end_with(parent_pid: int) -> None:
+def end_with(parent_pid: int) -> None:
     """Have the kernel kill this process when the launcher's thread ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -172,7 +172,7 @@ def _end_with(parent_pid: int) -> None:
 
 def run_rank(fd: int, parent_pid: int) -> None:
     """The whole life of a rank process: read what to run, run it, say how it ended."""
-    _end_with(parent_pid)
+    end_with(parent_pid)
     # A rank that is asked to end says first where it was.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     sock = socket.socket(fileno=fd)

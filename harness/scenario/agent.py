@@ -43,6 +43,7 @@ from kvpact.harness.scenario.model import (
     Free,
     Headroom,
     Heal,
+    Idle,
     Insert,
     LoadBack,
     LoadMatch,
@@ -186,7 +187,7 @@ class Agent:
 
     def _do(self, entry: Do) -> Program:
         match entry:
-            case Step() | Decide() | Drain() | Pause():
+            case Step() | Decide() | Drain() | Idle() | Pause():
                 yield from self._go_on(entry)
             case Insert():
                 self._insert(entry)
@@ -212,9 +213,11 @@ class Agent:
             case _:
                 self._manage(entry)
 
-    def _go_on(self, entry: Step | Decide | Drain | Pause) -> Program:
+    def _go_on(self, entry: Step | Decide | Drain | Idle | Pause) -> Program:
         """What communicates, or takes its time."""
         match entry:
+            case Idle():
+                yield Wait(entry.seconds)
             case Pause():
                 with self.cache.paused("the scenario says so"):
                     yield Wait(entry.seconds)

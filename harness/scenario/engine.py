@@ -45,10 +45,7 @@ class Engine:
         """Match and pin; ask for the part on HOST where ``load`` says so."""
         if name in self._running or self._cache.requests.get(name) is not None:
             return
-        hashes = by_weights(
-            page_hashes(tokens, self._cache.config.page_size, namespace=namespace),
-            self._cache.weights,
-        )
+        hashes = page_hashes(tokens, self._cache.config.page_size, namespace=namespace)
         running = self._running[name] = _Running(tokens, namespace, hashes)
         match = self._cache.match_prefix(tokens, namespace=namespace, request=name)
         if load:
@@ -75,8 +72,10 @@ class Engine:
         device = self._rank.tensors[Tier.DEVICE]
         nodes = request.held.path() if request.held is not None else []
         prefix = [page for node in nodes for page in node.device.pages]
-        right = matches_pages(device, prefix, running.hashes[:held], self._cache.rank)
-        own, hashes = request.private[: end - held], running.hashes[held:end]
+        # Whatever was loaded when it was admitted, it computes with the weights of now.
+        hashes = by_weights(running.hashes, self._cache.weights)
+        right = matches_pages(device, prefix, hashes[:held], self._cache.rank)
+        own, hashes = request.private[: end - held], hashes[held:end]
         # A forward that has to wait longer computes the right bytes if the load ends well at last;
         # if it does not, what it computed is withdrawn whatever it is.
         if has_arrived and not all(right):

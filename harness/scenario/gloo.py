@@ -126,16 +126,20 @@ def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
     if world.storage != "none":
         directory = os.path.join(tempfile.gettempdir(), f"kvpact-{context.store_port}", name)
         backend = open_storage(world, config, context.rank, directory)
-        workers = StorageWorkers(backend, plan_page=board.plan_page)
+        workers = StorageWorkers(
+            backend, plan_page=board.plan_page, max_requests=world.storage_requests_max
+        )
     real = Rank(
         config,
         group=membership.group,
         store=membership.store,
         pools=make_pools(world, context.rank, board),
         usable=membership.usable,
-        make_mover=lambda device, host, plan: CpuMover(device, host, plan_part=plan),
+        make_mover=lambda device, host, plan: CpuMover(
+            device, host, plan_part=plan, max_parts=world.mover_parts_max
+        ),
         locator=membership.locator,
-        journal=Journal(context.rank),
+        journal=Journal(context.rank, tail_entries_max=world.journal_entries_max),
         beacon=membership.watch,
         regroup=membership.regroup,
         plan_part=board.plan_part,

@@ -40,6 +40,7 @@ __all__ = [
     "Free",
     "Headroom",
     "Heal",
+    "Idle",
     "Insert",
     "LoadBack",
     "LoadMatch",
@@ -135,6 +136,10 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefetch_minimum_pages: Count = 1
     storage_queue_pages: Count = 4096
     write_queue_nodes_max: Count = 1 << 16
+    waiting_tickets_max: Count = 4096
+    mover_parts_max: Count = 1 << 12
+    storage_requests_max: Count = 256
+    journal_entries_max: Count = 2048
     side_pools: tuple[SidePool, ...] = msgspec.field(default=(), name="side_pool")
 
     @property
@@ -312,6 +317,12 @@ class ClearStorage(Entry, frozen=True, kw_only=True, tag="clear_storage"):
     """Admin: the storage of every rank is emptied."""
 
 
+class Idle(Entry, frozen=True, kw_only=True, tag="idle"):
+    """Nothing happens for so long, between two steps; the agreed clock goes on."""
+
+    seconds: Seconds
+
+
 class Pause(Entry, frozen=True, kw_only=True, tag="pause"):
     """Who does this is away for so long and says so: nobody's deadline runs meanwhile."""
 
@@ -386,6 +397,7 @@ Do = (
     | AttachStorage
     | ClearStorage
     | DetachStorage
+    | Idle
     | Pause
     | Fault
     | Heal

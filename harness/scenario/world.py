@@ -84,6 +84,7 @@ def world_config(world: World, rank: int) -> CacheConfig:
         prefetch_minimum_pages=world.prefetch_minimum_pages,
         storage_queue_pages=world.storage_queue_pages,
         write_queue_nodes_max=world.write_queue_nodes_max,
+        waiting_tickets_max=world.waiting_tickets_max,
         side_pools=tuple(
             SideSpec(side.name, side.need, -(-(side.window or 0) // world.page_size))
             for side in world.side_pools
@@ -148,7 +149,11 @@ def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) 
     digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode([scenario.world, scenario.do]))
     store.set(RUN_KEY, f"simulated {digest} seed {seed}".encode())
     books = [
-        Journal(rank, path=journals / f"rank{rank}.jsonl" if journals is not None else None)
+        Journal(
+            rank,
+            tail_entries_max=world.journal_entries_max,
+            path=journals / f"rank{rank}.jsonl" if journals is not None else None,
+        )
         for rank in range(world.num_ranks)
     ]
     with tempfile.TemporaryDirectory(prefix="kvpact-") as directory:
@@ -198,14 +203,20 @@ def _sim_agent(
     backend: BackendBase | None = None
     if scenario.world.storage != "none":
         backend = open_storage(scenario.world, config, rank, directory)
-        workers = DeferredWorkers(backend, plan_page=board.plan_page)
+        workers = DeferredWorkers(
+            backend,
+            plan_page=board.plan_page,
+            max_requests=scenario.world.storage_requests_max,
+        )
     real = Rank(
         config,
         group=SimGroup(net, rank),
         store=store,
         pools=make_pools(scenario.world, rank, board),
         usable=agreed_pages(scenario.world),
-        make_mover=lambda device, host, plan: DeferredMover(device, host, plan_part=plan),
+        make_mover=lambda device, host, plan: DeferredMover(
+            device, host, plan_part=plan, max_parts=scenario.world.mover_parts_max
+        ),
         locator=net,
         journal=journal,
         beacon=SimBeacon(net, rank),

@@ -16,14 +16,13 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from typing import Any, Final
 
 import msgspec
 from rich.console import Console
 
+from kvpact.harness.rank.jobs import worker_processes
 from kvpact.harness.search.checks import broken
 from kvpact.harness.search.digest import digest
 from kvpact.harness.search.net import Crash
@@ -347,6 +346,10 @@ LARGE: Final = (
 )
 
 
+#: The exit status of what was stopped by hand and had found nothing.
+INTERRUPTED = 130
+
+
 def search(*, small: bool, states_max: int = STATES_MAX, jobs: int = 1) -> int:
     """Search all settings and print what came of each; 1 where a promise does not hold.
 
@@ -354,16 +357,21 @@ def search(*, small: bool, states_max: int = STATES_MAX, jobs: int = 1) -> int:
     """
     console = PlainConsole(highlight=False, soft_wrap=True)
     num_states = num_transitions = num_failed = num_cut = 0
-    for found in _explore_all(SMALL if small else LARGE, states_max, jobs):
-        num_states += found.num_states
-        num_transitions += found.num_transitions
-        num_failed += bool(found.failure)
-        num_cut += found.is_cut
-        _tell(found, console)
+    status = 0
+    try:
+        for found in _explore_all(SMALL if small else LARGE, states_max, jobs):
+            num_states += found.num_states
+            num_transitions += found.num_transitions
+            num_failed += bool(found.failure)
+            num_cut += found.is_cut
+            _tell(found, console)
+    except KeyboardInterrupt:
+        console.print("stopped by hand; until then ", end="")
+        status = INTERRUPTED
     verdict = f"[red]{num_failed} fail[/red]" if num_failed else "all promises hold"
     cut = f", {num_cut} of the settings cut short" if num_cut else ""
     console.print(f"{verdict}: {num_states:,} states, {num_transitions:,} transitions{cut}")
-    return int(bool(num_failed))
+    return 1 if num_failed else status
 
 
 def _explore_all(settings: Sequence[Setting], states_max: int, jobs: int) -> Iterator[Found]:
@@ -372,7 +380,7 @@ def _explore_all(settings: Sequence[Setting], states_max: int, jobs: int) -> Ite
     if jobs == 1:
         yield from map(call, settings)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with worker_processes(jobs) as pool:
         yield from pool.map(call, settings)
 
 
