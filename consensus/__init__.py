@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ProgressLost,
         RankStalled,
         ResourceError,
+        StoreForged,
         StoreSilent,
     )
     from kvpact.consensus.core.journal import Entry, Journal, read_journal
@@ -79,6 +80,7 @@ __all__ = [
     "StepLimits",
     "Stepper",
     "Store",
+    "StoreForged",
     "StoreSilent",
     "TcpStore",
     "Ticket",
@@ -106,6 +108,7 @@ _HOMES = {
         "ProgressLost",
         "RankStalled",
         "ResourceError",
+        "StoreForged",
         "StoreSilent",
     ),
     "kvpact.consensus.core.journal": ("Entry", "Journal", "read_journal"),

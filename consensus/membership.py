@@ -24,6 +24,7 @@ from kvpact.consensus.step.sentinel import Sentinel
 from kvpact.consensus.step.step import Stepper
 from kvpact.consensus.step.wait import PAUSED, StepLimits
 from kvpact.consensus.transport.door import Doorway
+from kvpact.consensus.transport.envelope import SignedStore, decode, scope_of, secret_of_run
 from kvpact.consensus.transport.gloo import GlooGroup, Group
 from kvpact.consensus.transport.reach import Reach, Where, apart
 from kvpact.consensus.transport.store import NamedStore, Store, TcpStore
@@ -126,7 +127,9 @@ class Membership:
         ranks: Sequence[int],
         *,
         group: Group,
-        store: TcpStore,
+        connection: TcpStore,
+        store: Store,
+        prefix: str,
         watch: Watch,
         watch_store: TcpStore,
         usable: Mapping[str, int],
@@ -138,9 +141,9 @@ class Membership:
         self.run = doorway.run
         self.ranks = tuple(ranks)
         self.group = group
-        self.connection = store
-        self.prefix = f"{name}/{doorway.run}"
-        self.store: Store = NamedStore(store, self.prefix)
+        self.connection = connection
+        self.prefix = prefix
+        self.store = store
         self.watch = watch
         self.usable = dict(usable)
         self._watch_store = watch_store
@@ -180,15 +183,20 @@ class Membership:
             rank, {**versions(), "ballot_width": str(width), **facts}, dict(usable)
         )
         with ExitStack() as undo:
+            secret = secret_of_run()
+            scope = scope_of(name, secret)
             store = TcpStore(host, port)
             undo.callback(store.close)
+            signed = SignedStore(store, secret)
             key = secrets.token_hex(8)
             reach = undo.enter_context(Reach(rank, key, host, port))
             hello = msgspec.msgpack.encode(_Hello(introduction, reach.where))
-            doorway = Doorway(store, name, rank, members, hello, timeout_s=start_timeout_s)
+            doorway = Doorway(
+                signed, name, rank, members, hello, timeout_s=start_timeout_s, scope=scope
+            )
             try:
                 agreed = _meet(doorway, reach)
-                prefix = f"{name}/{doorway.run}"
+                prefix = f"{scope}/{doorway.run}"
                 group = _form(
                     store, f"{prefix}/group/0", members, rank, width, deadline_s,
                     doorway.left_s(), reach.where.address, doorway.look_out,
@@ -196,7 +204,8 @@ class Membership:
                 undo.callback(group.close)
                 watch_store = TcpStore(host, port)
                 undo.callback(watch_store.close)
-                watch = Watch(watch_store, rank, name=f"{prefix}/watch", interval_s=beat_s)
+                signed_watch = SignedStore(watch_store, secret)
+                watch = Watch(signed_watch, rank, name=f"{prefix}/watch", interval_s=beat_s)
                 undo.callback(watch.stop)
                 # What the end of an epoch needs is opened now: a new connection may take seconds.
                 doorway.patiently(lambda: store.open_lines(2))
@@ -208,14 +217,16 @@ class Membership:
                 if isinstance(error, KvpactError) and str(told) != str(error):
                     raise told from error
                 raise
-            doorway.outlive_start(store)
+            doorway.outlive_start(signed)
             undo.pop_all()
             reach.close()
         return cls(
             name,
             members,
             group=group,
-            store=store,
+            connection=store,
+            store=NamedStore(signed, prefix),
+            prefix=prefix,
             watch=watch,
             usable=agreed,
             deadline_s=deadline_s,
@@ -288,7 +299,7 @@ class Membership:
 def _meet(doorway: Doorway, reach: Reach) -> dict[str, int]:
     """Hear all ranks at the door and try to reach them; returns the agreed usable pages."""
     heard = doorway.enter()
-    hellos = [msgspec.msgpack.decode(data, type=_Hello) for _, data in sorted(heard.items())]
+    hellos = [decode(f"hello/{rank}", data, _Hello) for rank, data in sorted(heard.items())]
     agreed = agree([hello.introduction for hello in hellos])
     places = [hello.where for hello in hellos]
     if trouble := apart(places):

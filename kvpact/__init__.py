@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ProgressLost,
         RankStalled,
         ResourceError,
+        StoreForged,
         StoreSilent,
     )
     from kvpact.consensus.epoch.report import Policy
@@ -66,6 +67,7 @@ __all__ = [
     "SidePool",
     "SideSpec",
     "StepResult",
+    "StoreForged",
     "StoreSilent",
     "Ticket",
     "TicketState",
@@ -105,6 +107,7 @@ _HOMES = {
         "ProgressLost",
         "RankStalled",
         "ResourceError",
+        "StoreForged",
         "StoreSilent",
     ),
     "kvpact.consensus.epoch.report": ("Policy",),

@@ -22,6 +22,8 @@ from kvpact.harness.rank.launch import RankContext, launch
 
 CONFIG = CacheConfig(page_size=4, device_pages=16, host_pages=16, deadline_s=10.0)
 START_S = 30.0
+#: One secret for all, or a run could not even see the one before it.
+ENV = {"KVPACT_SECRET": "of this test"}
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +90,10 @@ def start_once(context: RankContext, port: int) -> str:
 
 @pytest.mark.ranks
 def test_whatever_ended_a_run_the_next_one_is_clean(port: int) -> None:
-    first, second = launch(f"{__name__}:start_again_and_again", 2, [port] * 2).ranks
+    first, second = launch(f"{__name__}:start_again_and_again", 2, [port] * 2, env=ENV).ranks
     assert first.result == ["RankStalled", [1]], first.error or first.output
     assert second.ended == "exited"
-    for rank in launch(f"{__name__}:start_once", 2, [port] * 2).ranks:
+    for rank in launch(f"{__name__}:start_once", 2, [port] * 2, env=ENV).ranks:
         assert rank.result == "in good order", rank.error or rank.output
 
 

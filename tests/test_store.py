@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpact.consensus.core.errors import Misuse, StoreSilent
+from kvpact.consensus.core.errors import Misuse, StoreForged, StoreSilent
 from kvpact.consensus.transport.gloo import (
     GlooGroup,
     connect_tcp_store,
@@ -180,7 +180,7 @@ def test_what_torch_does_with_compare_set(port: int) -> None:
 def test_a_foreign_value_is_not_mistaken_for_ours(port: int) -> None:
     tcp = TcpStore("127.0.0.1", port)
     tcp.raw().set("foreign", "text")
-    with pytest.raises(Misuse, match="not written by kvpact"):
+    with pytest.raises(StoreForged, match="was not written by this run"):
         tcp.get("foreign")
     tcp.delete("foreign")
     tcp.close()

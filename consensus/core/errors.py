@@ -23,6 +23,7 @@ __all__ = [
     "ProgressLost",
     "RankStalled",
     "ResourceError",
+    "StoreForged",
     "StoreSilent",
 ]
 
@@ -203,6 +204,15 @@ class StoreSilent(ResourceError):
     """The store did not answer within its bound."""
 
     _advice = "check the host that serves the store; kvpact cannot name ranks without it"
+
+
+class StoreForged(StoreSilent):
+    """A value in the store was not written by a rank of this run, so the store is of no use."""
+
+    _advice = (
+        "find out who else writes to this store; give the run a secret (KVPACT_SECRET, the same on"
+        " every rank) and a port that only its hosts reach"
+    )
 
 
 class InternalError(KvpactError):

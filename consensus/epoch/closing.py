@@ -16,9 +16,10 @@ from typing import Protocol
 
 import msgspec
 
-from kvpact.consensus.core.errors import Misuse, RankStalled
+from kvpact.consensus.core.errors import Misuse, RankStalled, StoreForged
 from kvpact.consensus.epoch.judge import judge
 from kvpact.consensus.epoch.report import Incident, LastSeen, Policy, Report, Seal, SealedError
+from kvpact.consensus.transport.envelope import decode
 from kvpact.consensus.transport.store import Store
 
 __all__ = [
@@ -94,6 +95,7 @@ class Closer:
         self._give_up_at = 0.0
         self._report: Report | None = None
         self._seen: dict[int, LastSeen | None] = {}
+        self._forged: StoreForged | None = None
 
     def is_closing(self, step: int = 1 << 62) -> bool:
         """Whether this rank, which waits for ``step``, shall report now.
@@ -101,11 +103,22 @@ class Closer:
         Where others found a difference in a later ballot, this rank goes on: it will meet it too,
         and at the same place of its loop as they, which is where a new epoch can begin.
         """
-        mark = self._store.get(self._key("closing"))
+        try:
+            place = self._closing_at()
+        except StoreForged as error:
+            self._forged = error  # sealed as it is, so that all ranks raise the same
+            return True
+        return place is not None and place <= (self.epoch, step)
+
+    def _closing_at(self) -> tuple[int, int] | None:
+        key = self._key("closing")
+        mark = self._store.get(key)
         if mark is None:
-            return False
+            return None
         epoch, _, waits_for = mark.partition(b" ")
-        return (int(epoch), int(waits_for)) <= (self.epoch, step)
+        if not (epoch.isdigit() and waits_for.isdigit()):
+            raise StoreForged(f"what stands at '{key}' in the store cannot be read: no step")
+        return int(epoch), int(waits_for)
 
     def claim_settled(self, step: int) -> bool:
         """A straggler wants to settle ``step``: True unless others have given it up already."""
@@ -134,22 +147,39 @@ class Closer:
         """The seal, once it stands; ``None``: others may still report, ask again."""
         standing = self._store.get(self._key("seal"))
         if standing is None:
-            reports = self._read_reports()
-            missing = [rank for rank in self._ranks if rank not in reports]
-            waiting = [rank for rank in missing if not self._locator.is_gone(rank)]
-            if waiting and self._is_looking(now_s):
-                self._seen = self._locator.last_seen(waiting)
-            if waiting and now_s < self._give_up_at:
+            try:
+                reports = self._read_reports()
+                seal = self._judge_all(reports, now_s) if self._forged is None else None
+            except StoreForged as error:
+                self._forged, seal = error, None
+            if self._forged is not None:
+                seal = self._distrust(self._forged)
+            if seal is None:
                 return None
-            unseen = [rank for rank in missing if rank not in self._seen]
-            self._seen |= self._locator.last_seen(unseen) if unseen else {}
-            seen = {rank: self._seen[rank] for rank in missing}
-            seal = judge(reports, seen, epoch=self.epoch, policy=self._policy)
             standing = self._store.compare_set(
                 self._key("seal"), None, msgspec.msgpack.encode(seal)
             )
             self._store.set(self._key("closing"), _NOW.encode())
-        return msgspec.msgpack.decode(standing, type=Seal)
+        return decode(self._key("seal"), standing, Seal)
+
+    def _judge_all(self, reports: dict[int, Report], now_s: float) -> Seal | None:
+        """The seal that this rank would write; ``None``: others may still report."""
+        missing = [rank for rank in self._ranks if rank not in reports]
+        waiting = [rank for rank in missing if not self._locator.is_gone(rank)]
+        if waiting and self._is_looking(now_s):
+            self._seen = self._locator.last_seen(waiting)
+        if waiting and now_s < self._give_up_at:
+            return None
+        unseen = [rank for rank in missing if rank not in self._seen]
+        self._seen |= self._locator.last_seen(unseen) if unseen else {}
+        seen = {rank: self._seen[rank] for rank in missing}
+        return judge(reports, seen, epoch=self.epoch, policy=self._policy)
+
+    def _distrust(self, forged: StoreForged) -> Seal:
+        """The seal where something was not written by this run: nothing more is settled."""
+        step = 0 if self._report is None else self._report.at_step
+        error = SealedError("StoreForged", forged.message, (), self.epoch, step)
+        return Seal(error, through=0, verdicts={})
 
     def _is_looking(self, now_s: float) -> bool:
         """Looking for a rank takes a moment: do it while its report may still come.
@@ -172,7 +202,7 @@ class Closer:
         for rank in self._ranks:
             data = self._store.get(self._key("report", rank))
             if data is not None:
-                reports[rank] = msgspec.msgpack.decode(data, type=Report)
+                reports[rank] = decode(self._key("report", rank), data, Report)
         return reports
 
     def _key(self, *parts: object) -> str:
@@ -238,7 +268,7 @@ class Opener:
         for rank in self._ranks:
             data = None if rank in self._found else self._store.get(self._key(rank))
             if data is not None:
-                self._found[rank] = msgspec.msgpack.decode(data, type=Introduction)
+                self._found[rank] = decode(self._key(rank), data, Introduction)
         missing = [rank for rank in self._ranks if rank not in self._found]
         if missing and now_s < self._end_s:
             return None
@@ -257,7 +287,7 @@ class Opener:
         """Who was missing, as the first rank wrote that had an opinion."""
         mine = msgspec.msgpack.encode(missing)
         stands = self._store.compare_set(f"{self._name}/absent", None, mine)
-        return msgspec.msgpack.decode(stands, type=list[int])
+        return decode(f"{self._name}/absent", stands, list[int])
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/introduction/{rank}"

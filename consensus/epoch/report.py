@@ -14,6 +14,7 @@ from kvpact.consensus.core.errors import (
     PeerLost,
     ProgressLost,
     RankStalled,
+    StoreForged,
 )
 from kvpact.consensus.core.journal import Entry
 
@@ -124,6 +125,8 @@ class SealedError(msgspec.Struct, frozen=True):
                 return PeerLost(self.message, **where)
             case "ProgressLost":
                 return ProgressLost(self.message, **where)
+            case "StoreForged":
+                return StoreForged(self.message, **where)
             case _:
                 return PeerError(self.message, **where)
 

@@ -23,6 +23,7 @@ from kvpact.consensus.epoch.report import Report, SealedError
 from kvpact.consensus.step.stage import InFlight, Stage
 from kvpact.consensus.step.step import Stepper
 from kvpact.consensus.transport.bounded import inside
+from kvpact.consensus.transport.envelope import decode
 from kvpact.consensus.transport.store import Store
 
 __all__ = ["Sentinel"]
@@ -141,7 +142,7 @@ class Sentinel:
         for rank in ranks:
             found = self._store.get(self._key(self._filed_epoch, rank))
             if found is not None:
-                reports[rank] = msgspec.msgpack.decode(found, type=Report)
+                reports[rank] = decode(self._key(self._filed_epoch, rank), found, Report)
         missing = [rank for rank in ranks if rank not in reports]
         if missing and self._clock() - self._filed_at < GATHER_S:
             return

@@ -29,8 +29,10 @@ from kvpact.consensus.core.errors import (
     PeerLost,
     RankStalled,
     ResourceError,
+    StoreForged,
     StoreSilent,
 )
+from kvpact.consensus.transport.envelope import decode
 from kvpact.consensus.transport.store import Store
 from kvpact.consensus.transport.watch import Life, machine, process_life, process_start
 
@@ -129,8 +131,8 @@ def patiently(call: Callable[[], T], end_s: float) -> T:
     while True:
         try:
             return call()
-        except StoreSilent:
-            if time.monotonic() >= end_s:
+        except StoreSilent as error:
+            if isinstance(error, StoreForged) or time.monotonic() >= end_s:
                 raise
             time.sleep(POLL_S)
 
@@ -138,7 +140,7 @@ def patiently(call: Callable[[], T], end_s: float) -> T:
 class Doorway:
     """One process at the door of replica ``name``: it comes in with the others by ``end_s``.
 
-    ``hello`` is what it has to say to the others. ``store`` is unprefixed; ``end_s`` is monotonic.
+    ``hello`` is what it has to say to the others. ``scope`` is where its keys stand.
     """
 
     def __init__(
@@ -150,10 +152,12 @@ class Doorway:
         hello: bytes,
         *,
         timeout_s: float,
+        scope: str = "",
     ) -> None:
         self.me = Caller.here(rank)
         self.run = 0
         self._name = name
+        self._scope = scope or name
         self._ranks = tuple(ranks)
         self._hello = hello
         self._timeout_s = timeout_s
@@ -361,7 +365,7 @@ class Doorway:
         if any(gone):
             return gone
         apart = [caller for caller in callers if not _is_here(caller)]
-        keys = [f"{self._name}/{door.run}/watch/at/{caller.rank}" for caller in apart]
+        keys = [f"{self._scope}/{door.run}/watch/at/{caller.rank}" for caller in apart]
         return [not moved for moved in self._moved(keys)]
 
     def _moved(self, keys: Sequence[str]) -> list[bool]:
@@ -396,7 +400,7 @@ class Doorway:
 
     def _read(self) -> tuple[bytes | None, Door | None]:
         raw = self._store.get(self._key("door"))
-        return raw, None if raw is None else msgspec.msgpack.decode(raw, type=Door)
+        return raw, None if raw is None else decode(self._key("door"), raw, Door)
 
     def _write(self, raw: bytes | None, door: Door) -> bool:
         """Whether the door is so now, and not what another has made of it meanwhile."""
@@ -404,7 +408,7 @@ class Doorway:
         return self._store.compare_set(self._key("door"), raw, data) == data
 
     def _key(self, *parts: str) -> str:
-        return "/".join((self._name, *parts))
+        return "/".join((self._scope, *parts))
 
 
 def _why(door: Door) -> str:

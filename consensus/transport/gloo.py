@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -56,6 +57,8 @@ __all__ = [
 
 #: The resolution of c10d's timeouts.
 MIN_WAIT_S = 0.001
+#: Ranks that may connect to a store at the same moment.
+_BACKLOG = 4096
 #: Beyond every deadline of ours.
 NEVER_S = 1e6
 #: How long a thread waits for NCCL to abort a group that is broken.
@@ -76,13 +79,24 @@ def backends() -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------- raw store
 
 
-def serve_tcp_store(port: int = 0) -> tuple[RawStore, int]:
+def serve_tcp_store(port: int = 0, host: str = "127.0.0.1") -> tuple[RawStore, int]:
     """Serve a store, on a free port where ``port`` is 0; returns (store, port).
+
+    It listens at ``host`` alone: by default nobody reaches it from another machine. An empty
+    ``host`` listens on all interfaces; then give the run a secret (KVPACT_SECRET).
 
     It is served by a thread of this process as long as the returned store lives.
     """
-    store: Any = _c10d.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    return store, int(store.port)
+    if not host:
+        everywhere: Any = _c10d.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        return everywhere, int(everywhere.port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    port = int(listener.getsockname()[1])
+    store: Any = _c10d.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
 
 
 def connect_tcp_store(host: str, port: int, timeout_s: float) -> RawStore:

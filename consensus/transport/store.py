@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kvpact.consensus.core.errors import Misuse, StoreSilent
+from kvpact.consensus.core.errors import Misuse, StoreForged, StoreSilent
 from kvpact.consensus.transport.bounded import inside
 from kvpact.consensus.transport.gloo import RawStore, connect_tcp_store, open_tcp_store
 
@@ -336,7 +336,7 @@ class TcpStore:
         if stands == _ASK:
             return None
         if stands is None or not stands.startswith(_HELD):
-            raise Misuse(f"{key} in store {self.address} was not written by kvpact")
+            raise StoreForged(f"what stands at '{key}' in the store was not written by this run")
         return stands[len(_HELD) :]
 
 

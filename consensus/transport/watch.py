@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvpact.consensus.core.errors import Misuse, StoreSilent
+from kvpact.consensus.transport.envelope import decode
 
 if TYPE_CHECKING:  # it brings torch, which the watch itself does not need
     from kvpact.consensus.transport.store import Store
@@ -270,7 +271,7 @@ class Watch:
         found: dict[int, Position | None] = {}
         for rank in ranks:
             value = self._store.get(self._key("at", rank))
-            found[rank] = position = None if value is None else _decode(value)
+            found[rank] = position = self._position(rank, value)
             if position is not None:
                 mark = (position.started, position.beat)
                 if self._seen.get(rank, (0, 0, 0.0))[:2] != mark:
@@ -352,14 +353,13 @@ class Watch:
 
     def _answer(self, rank: int) -> _Stack | None:
         value = self._store.get(self._key("stack", rank))
-        return None if value is None else msgspec.msgpack.decode(value, type=_Stack)
+        return None if value is None else decode(self._key("stack", rank), value, _Stack)
+
+    def _position(self, rank: int, value: bytes | None) -> Position | None:
+        return None if value is None else decode(self._key("at", rank), value, Position)
 
     def _key(self, what: str, rank: int) -> str:
         return f"{self._name}/{what}/{rank}"
-
-
-def _decode(value: bytes) -> Position:
-    return msgspec.msgpack.decode(value, type=Position)
 
 
 def _stack_of(thread_id: int) -> str:

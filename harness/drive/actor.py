@@ -70,5 +70,5 @@ class StoreActor:
 
     def serve(self) -> tuple[str, int]:
         """Its address: this node's, as other nodes reach it, and a free port."""
-        self._store, port = serve_tcp_store()
+        self._store, port = serve_tcp_store(host="")
         return _api.util.get_node_ip_address(), port

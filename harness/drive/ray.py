@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from kvpact.consensus.core.errors import BadInput, ResourceError
+from kvpact.consensus.transport.envelope import SECRET_VARIABLE
 from kvpact.harness.drive.actor import RankActor, StoreActor
 from kvpact.harness.drive.drive import Options, drive, finish
 from kvpact.harness.drive.live import Metrics
@@ -201,7 +202,12 @@ class RayRanks:
         packed = msgspec.msgpack.encode(config)
         requests = msgspec.msgpack.encode(self._requests)
         # torch's own threads would compete with the ranks for the cores.
-        environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+        environment = {
+            "env_vars": {
+                "OMP_NUM_THREADS": "1",
+                SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE) or secrets.token_hex(16),
+            }
+        }
         for rank in range(config.num_ranks):
             strategy = PlacementGroupSchedulingStrategy(self._group, rank)
             actor_class: Any = RankActor
@@ -352,6 +358,7 @@ def _set_environment(folder: str) -> None:
     environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environ.setdefault("OMP_NUM_THREADS", "1")
+    environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

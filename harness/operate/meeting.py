@@ -65,7 +65,7 @@ def _served(host: str, port: int) -> Generator[str]:
     if not _is_ours(host):
         yield f"{host}:{port} is waited for"
         return
-    store, served = serve_tcp_store(port)
+    store, served = serve_tcp_store(port, host="")
     yield f"served here on port {served}"
     del store
 

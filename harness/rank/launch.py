@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import os
 import pickle
+import secrets
 import selectors
 import signal
 import socket
@@ -25,6 +26,7 @@ from typing import Any, Self
 import msgspec
 
 from kvpact.consensus.core.errors import InternalError, Misuse, PeerLost, RankStalled, ResourceError
+from kvpact.consensus.transport.envelope import SECRET_VARIABLE
 from kvpact.harness.rank.child import (
     Frame,
     Raised,
@@ -362,6 +364,7 @@ def _environment(extra: dict[str, str]) -> dict[str, str]:
     env["PYTHONUNBUFFERED"] = "1"
     env["GLOO_SOCKET_IFNAME"] = "lo"
     env["OMP_NUM_THREADS"] = "1"
+    env.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
     # What c10d prints about broken connections is in the errors too, without its stacks.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return {**env, **extra}
