@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvpact.cache.core import CacheCore
@@ -14,6 +16,18 @@ MODES = ("write_through", "write_through_selective", "write_back", "buffer_only"
 
 def core_of(mode: str) -> CacheCore:
     return World(1, mode=mode, storage=True).caches[0]._core
+
+
+def says(value: object) -> Callable[..., object]:
+    return lambda *_: value
+
+
+def of_tier(tier: Tier, value: object, other: object) -> Callable[..., object]:
+    return lambda *words: value if words[-1] is tier else other
+
+
+def hears(called: list[str], name: str) -> Callable[..., None]:
+    return lambda *_: called.append(name)
 
 
 def kinds(base: type[Path]) -> set[type[Path]]:
@@ -35,7 +49,7 @@ def test_what_a_path_says_is_heard(
 ) -> None:
     called: list[str] = []
     for name in ("plan", "settled", "clear"):
-        monkeypatch.setattr(kind, name, lambda _, name=name: called.append(name))
+        monkeypatch.setattr(kind, name, hears(called, name))
     world = World(1, mode=mode, storage=True)
     cache = world.caches[0]
     world.step()
@@ -45,7 +59,7 @@ def test_what_a_path_says_is_heard(
     assert not cache.has_pending()
     monkeypatch.setattr(kind, "is_pending", True)
     assert cache.has_pending()
-    monkeypatch.setattr(kind, "waits", lambda _: {"somebody": "something"})
+    monkeypatch.setattr(kind, "waits", says({"somebody": "something"}))
     assert cache._core.waits() == {"somebody": "something"}
     cache.check_integrity()
 
@@ -57,10 +71,10 @@ def test_pages_of_a_path_count(
 ) -> None:
     cache = World(1, mode=mode, storage=True).caches[0]
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "held_pages", lambda _, of: [0] if of is tier else [])
+        patch.setattr(kind, "held_pages", of_tier(tier, [0], []))
         with pytest.raises(InternalError, match=f"{tier.value}: 1 owned"):
             cache.check_integrity()
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "charged_pages", lambda _, of: 1 if of is tier else 0)
+        patch.setattr(kind, "charged_pages", of_tier(tier, 1, 0))
         with pytest.raises(InternalError, match=f"{tier.value}: the ledger has 0 pages"):
             cache.check_integrity()

@@ -29,7 +29,7 @@ def write_page(report: SoakReport, path: Path) -> None:
 
 def render(report: SoakReport) -> str:
     """The whole page as text. Pure."""
-    style = (resources.files("harness") / "data" / "report.css").read_text(encoding="utf-8")
+    style = (resources.files("kvpact.harness") / "data" / "report.css").read_text(encoding="utf-8")
     parts = [
         _header(report),
         _ending(report),

@@ -109,7 +109,7 @@ def write_trace(path: str | os.PathLike[str], requests: Sequence[TraceRequest]) 
 
 def shipped_trace() -> Path:
     """The small trace that comes with kvpact; harness/data/README.md says how it was made."""
-    return Path(str(resources.files("harness") / "data" / "multi_turn.jsonl"))
+    return Path(str(resources.files("kvpact.harness") / "data" / "multi_turn.jsonl"))
 
 
 def _conversation(config: WorkloadConfig, lane: int, draw: random.Random) -> list[_Turn]:
