@@ -112,6 +112,16 @@ class Journal:
         self.count = 0
         self._tail.clear()
 
+    def start_anew(self) -> None:
+        """Within an epoch: what was decided before no longer counts for the comparison.
+
+        An agreed call, at the same place on all ranks: they differed, and that has been told.
+        """
+        self.fingerprint = 0
+        self.count = 0
+        self._tail.clear()
+        self.note("observed", self.epoch, self.step)
+
     def tail(self, num_entries: int = 512) -> list[Entry]:
         """The last decisions, oldest first."""
         return list(self._tail)[-num_entries:]

@@ -94,6 +94,7 @@ class Closer:
         self._look_at = 0.0
         self._give_up_at = 0.0
         self._report: Report | None = None
+        self._found: dict[int, Report] = {}
         self._seen: dict[int, LastSeen | None] = {}
         self._forged: StoreForged | None = None
 
@@ -203,7 +204,14 @@ class Closer:
             data = self._store.get(self._key("report", rank))
             if data is not None:
                 reports[rank] = decode(self._key("report", rank), data, Report)
+        self._found = reports
         return reports
+
+    def known(self) -> list[Report]:
+        """This rank's report and those it has read, by rank; asks nobody."""
+        mine = {} if self._report is None else {self.rank: self._report}
+        found = {**mine, **self._found}
+        return [msgspec.structs.replace(found[rank], held={}) for rank in sorted(found)]
 
     def _key(self, *parts: object) -> str:
         rounds = ("round", self.round_number) if self.round_number else ()

@@ -52,8 +52,8 @@ def judge(
         error = _stuck(reports, epoch)
     else:
         error = _stall(reports, missing, epoch)
-    then = "raise" if missing else _then(error, reports, policy)
-    lost = () if then in ("raise", "observe") else _lost(reports)
+    then = _then(error, reports, missing, policy)
+    lost = () if then in ("raise", "observe", "off") else _lost(reports)
     kept: set[int] = set()
     if then == "detach":
         every = [set(report.kept) for report in reports.values()]
@@ -67,14 +67,25 @@ def _epoch_of_most(reports: Mapping[int, Report], epoch: int) -> int:
     return max(counts, key=lambda one: (counts[one], -one)) if counts else epoch
 
 
-def _then(error: SealedError, reports: Mapping[int, Report], policy: Policy) -> str:
-    """A reset is no cure for a rank whose loop is at another place than the others'."""
-    if error.kind != "Divergence" or error.field not in _RESETTABLE:
-        return "raise"
-    if any(report.broken_rank == report.rank for report in reports.values()):
-        return "raise"  # its exception is for its engine to see
+def _then(
+    error: SealedError,
+    reports: Mapping[int, Report],
+    missing: Mapping[int, LastSeen | None],
+    policy: Policy,
+) -> str:
+    """A reset is no cure for a rank whose loop is at another place than the others'.
+
+    Nor can such ranks be compared any further: who only observes is then off.
+    """
+    is_equal_otherwise = error.kind == "Divergence" and error.field in _RESETTABLE
+    # An exception is for the engine of its rank to see.
+    is_broken = any(report.broken_rank == report.rank for report in reports.values())
+    can_go_on = is_equal_otherwise and not is_broken and not missing
     if policy.kind == "observe":
-        return "observe"
+        is_same_place = len({(report.epoch, report.posted) for report in reports.values()}) == 1
+        return "observe" if can_go_on and is_same_place else "off"
+    if not can_go_on:
+        return "raise"
     if max(report.num_resets for report in reports.values()) >= policy.max_resets:
         return "raise"
     return policy.kind

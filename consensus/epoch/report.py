@@ -29,7 +29,7 @@ class Policy(msgspec.Struct, frozen=True):
 
     ``raise``: every rank raises the sealed error. ``reset``: all ranks drop to an empty cache in a
     new epoch and go on. ``detach``: likewise, but what all ranks have on the device is kept, and
-    the other tiers stay off. ``observe``: report once, change nothing.
+    the other tiers stay off. ``observe``: report, change nothing, never raise.
 
     At most ``max_resets`` within ``window_s`` (by the clock of the rank that seals), then raise.
     """
@@ -136,7 +136,8 @@ class Seal(msgspec.Struct, frozen=True):
 
     Whoever is not in the epoch of the error has nothing to settle.
 
-    ``then`` is ``raise``, ``reset``, ``detach`` or ``observe``. ``lost`` are live requests that are
+    ``then`` is ``raise``, ``reset``, ``detach``, ``observe`` or ``off`` (all ranks stop observing:
+    they cannot be compared any further). ``lost`` are live requests that are
     not the same everywhere: a new epoch does not carry them over. ``kept`` is what a ``detach``
     keeps: what every rank has.
     """

@@ -14,10 +14,10 @@ from typing import Protocol
 import msgspec
 
 from kvpact.consensus.core.ballot import Header, Vector
-from kvpact.consensus.core.errors import Misuse, StoreSilent
+from kvpact.consensus.core.errors import KvpactError, Misuse, StoreSilent
 from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.epoch.closing import Closer, Introduction, Locator, Opener, agree
-from kvpact.consensus.epoch.report import Incident, Policy, Report, Seal
+from kvpact.consensus.epoch.report import Incident, Policy, Report, Seal, SealedError
 from kvpact.consensus.step.progress import describe
 from kvpact.consensus.step.wait import StepLimits
 from kvpact.consensus.transport.gloo import Group
@@ -60,7 +60,8 @@ class EpochChange:
     """The ends and beginnings of epochs on one rank.
 
     ``regroup(epoch)`` forms the group of a new epoch; without it a divergence always raises.
-    ``endings`` counts the seals by the kind of their error, ``incident`` is the last of them.
+    ``endings`` counts the seals by the kind of their error, ``incident`` is the last of them, and
+    ``on_incident`` is told each.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class EpochChange:
         carrier: Carrier,
         policy: Policy,
         regroup: Callable[[int], Group] | None,
+        on_incident: Callable[[Incident], None] | None = None,
     ) -> None:
         self.endings: Counter[str] = Counter()
         self.incident: Incident | None = None
@@ -87,6 +89,7 @@ class EpochChange:
         self._carrier = carrier
         self._policy = policy if regroup is not None or policy.kind == "observe" else Policy()
         self._regroup = regroup
+        self._on_incident = on_incident
         self._resets_at: list[float] = []
         self._opener: Opener | None = None
         self.closer = self._new_closer()
@@ -141,11 +144,40 @@ class EpochChange:
             self.endings[seal.error.kind] += 1
             self._manager.journal.fact("sealed", seal.error.kind, seal.through)
             try:
-                self.incident = self.closer.incident(seal)
+                incident = self.closer.incident(seal)
             except StoreSilent:
                 bare = msgspec.structs.replace(seal, verdicts={})
-                self.incident = Incident(self._group.rank, self._manager.epoch, bare, [])
+                incident = Incident(self._group.rank, self._manager.epoch, bare, [])
+            self._publish(incident)
         return seal
+
+    def tell(self, error: KvpactError) -> None:
+        """What ends the observing on this rank alone: there is no seal of it."""
+        manager = self._manager
+        self.endings[type(error).__name__] += 1
+        sealed = SealedError(
+            type(error).__name__, error.message, (), manager.epoch, manager.step, error.story
+        )
+        seal = Seal(sealed, manager.settled_step, {}, "off")
+        self._publish(Incident(self._group.rank, manager.epoch, seal, self.closer.known()))
+
+    def _publish(self, incident: Incident) -> None:
+        self.incident = incident
+        if self._on_incident is None:
+            return
+        try:
+            self._on_incident(incident)
+        except Exception:  # noqa: BLE001 - whoever listens, the epoch goes on ending
+            _log.exception("on_incident failed")
+
+    def known(self) -> list[str]:
+        """What this rank knows of the end that is under way, as lines."""
+        return [
+            f"rank {report.rank} gave up at step {report.at_step}"
+            f" (settled through {report.settled}): {report.cause}"
+            + (f": {report.detail}" if report.detail else "")
+            for report in self.closer.known()
+        ]
 
     # -- opening ---------------------------------------------------------------------------------
 

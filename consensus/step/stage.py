@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvpact.consensus.core.ballot import Header
+from kvpact.consensus.core.ballot import Header, Vector
 from kvpact.consensus.transport.gloo import Work
 
 __all__ = ["Beacon", "InFlight", "Stage"]
@@ -28,12 +28,13 @@ class Stage(enum.Enum):
 
 
 class InFlight(msgspec.Struct, frozen=True):
-    """A ballot that was posted and is not settled yet."""
+    """A ballot that was posted and is not settled yet; ``vector`` is what this rank posted."""
 
     epoch: int
     header: Header
     num_slots: int
     work: Work
+    vector: Vector
 
 
 class Beacon(Protocol):

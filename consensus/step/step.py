@@ -33,8 +33,9 @@ from kvpact.consensus.core.errors import (
 from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.core.participant import Outcome
 from kvpact.consensus.epoch.closing import Locator
-from kvpact.consensus.epoch.report import Policy, Seal
+from kvpact.consensus.epoch.report import Incident, Policy, Seal
 from kvpact.consensus.step.change import Carrier, EpochChange
+from kvpact.consensus.step.observe import Alone, Observation, OwnVote
 from kvpact.consensus.step.progress import Progress, Waits
 from kvpact.consensus.step.stage import Beacon, InFlight, Stage
 from kvpact.consensus.step.wait import PAUSED, StepLimits, VerdictWait
@@ -61,6 +62,7 @@ class Stepper:
     ranks raise the same error). ``settled`` gets the outcomes of each settled ballot. ``live``
     digests the live requests. ``locator`` tells where other ranks are. ``regroup(epoch)`` forms the
     group of a new epoch; without it the policy is to raise. ``waits`` names what waits in line.
+    ``on_incident`` is called, in ``step``, with each end of an epoch and each observed finding.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Stepper:
         regroup: Callable[[int], Group] | None = None,
         beacon: Beacon | None = None,
         waits: Waits | None = None,
+        on_incident: Callable[[Incident], None] | None = None,
     ) -> None:
         self.manager = manager
         self.group = group
@@ -94,6 +97,8 @@ class Stepper:
         self._beacon = beacon
         self._verdict_wait = VerdictWait(group.rank, group.ranks, limits, locator, group.now)
         self._progress = Progress(manager, bound_s=limits.progress_s, waits=waits)
+        policy = policy or Policy()
+        self.observation = Observation(manager, is_on=policy.kind == "observe")
         self.change = EpochChange(
             manager,
             group,
@@ -101,10 +106,10 @@ class Stepper:
             limits=limits,
             locator=locator,
             carrier=carrier,
-            policy=policy or Policy(),
+            policy=policy,
             regroup=regroup,
+            on_incident=on_incident,
         )
-        self._is_observing = False
         self._is_leaving = False
         self._works: deque[InFlight] = deque()
         self._headers: dict[int, Header] = {}
@@ -171,8 +176,16 @@ class Stepper:
         try:
             return self._go_on()
         except KvpactError as error:
+            if error is self.error:
+                raise
             # Without the store nobody can be asked any more how this epoch ends, and without a
             # new group there is no new one.
+            if isinstance(error, StoreSilent):
+                self._tell_what_is_known(error)
+            if self.observation.is_on:
+                self.change.tell(error)
+                self._go_alone(error)
+                return self._go_on()
             if isinstance(error, StoreSilent) or self._stage is Stage.OPENING:
                 self._end(error)
             raise
@@ -189,7 +202,7 @@ class Stepper:
                 case Stage.POST:
                     self._post()
                 case Stage.AWAIT if self._settled():
-                    self._enter(Stage.DONE)
+                    self._await_rest()
                 case Stage.CLOSING:
                     self._close()
                 case Stage.OPENING:
@@ -216,7 +229,8 @@ class Stepper:
     def attend(self) -> None:
         """Between steps: hear whether the others end this epoch; raise the error once it stands."""
         step, now, closer = self.manager.settled_step + 1, self.group.now(), self.change.closer
-        if self._stage is Stage.IDLE and self._verdict_wait.are_others_closing(step, now, closer):
+        is_asked = self._stage is Stage.IDLE and not self.observation.is_off
+        if is_asked and self._verdict_wait.are_others_closing(step, now, closer):
             self._verdict_wait.begin(now)
             self._give_up("asked", step)
         if self._stage in (Stage.CLOSING, Stage.OPENING):
@@ -291,7 +305,15 @@ class Stepper:
         self._verdict_wait.begin(self.group.now())
         self._enter(stage)
 
+    def _await_rest(self) -> None:
+        """A rank whose preparation failed waits until its own ballot has told the others."""
+        if self._works:
+            self._await(Stage.AWAIT)
+        else:
+            self._enter(Stage.DONE)
+
     def _start(self) -> None:
+        self.observation.entered_step()
         # An extra round is settled at once, so it waits for all that is in flight before it.
         allowed = 0 if self._round else max(0, self.manager.lag - 1)
         if len(self._works) > allowed:
@@ -311,10 +333,10 @@ class Stepper:
         self.num_collectives += 1
         work = self.group.min(vector)
         self._works.append(
-            InFlight(manager.epoch, manager.newest_header, manager.newest_num_slots, work)
+            InFlight(manager.epoch, manager.newest_header, manager.newest_num_slots, work, vector)
         )
         self.in_flight = tuple(self._works)
-        if manager.lag and not self._round:
+        if manager.lag and not self._round and self._cause is None:
             self._enter(Stage.DONE)
         else:
             self._await(Stage.AWAIT)
@@ -332,7 +354,7 @@ class Stepper:
                     round_number=self._round,
                 )
             except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
-                self._cause = error
+                self._caught(error, "preparing its ballot")
         return self.manager.post(
             self._iteration, now_ms=now_ms, status=Status.BROKEN, round_number=self._round
         )
@@ -354,6 +376,8 @@ class Stepper:
                 self._give_up(why, step)
             return False
         self.waited_s += self._verdict_wait.waited_s(now)
+        if self.observation.is_off and not is_old:
+            return self._settle_alone(step, oldest.work.result())
         if not is_old:
             return self._settle(step, now, oldest.work.result())
         self._pop_work()
@@ -364,7 +388,7 @@ class Stepper:
         if verdict.status is Status.BROKEN and verdict.mismatch in _CUT_SHORT:
             self._give_up("broken", step, broken_rank=verdict.status_rank)
             return False
-        if verdict.mismatch and not (self._is_observing and verdict.mismatch in _CUT_SHORT):
+        if verdict.mismatch and not self._looks_over(verdict):
             self._give_up("mismatch", step)
             return False
         if self._is_late(step, now) and not self.change.closer.claim_settled(step):
@@ -374,13 +398,40 @@ class Stepper:
         try:
             self._apply(step, reduced, verdict)
         except Exception as error:  # noqa: BLE001 - the peers must hear of it, and they do not yet
-            self._cause = self._cause or error
+            self._caught(error, "settling")
             self._give_up("broken", self.manager.settled_step + 1, broken_rank=self.group.rank)
             return False
         if stuck := self._progress.overdue():
             self._give_up("stuck", step, detail=stuck)
             return False
         return True
+
+    def _looks_over(self, verdict: Verdict) -> bool:
+        if self.observation.is_known(verdict):
+            return True
+        if self.observation.is_too_soon(verdict):
+            self.change.endings["Divergence"] += 1
+            return True
+        return False
+
+    def _settle_alone(self, step: int, own: Vector) -> bool:
+        """Nobody is asked any more; what goes wrong is told, and is for nobody else to hear."""
+        self._pop_work()
+        verdict = self.manager.read(own)
+        if verdict.status is Status.BROKEN:
+            verdict = msgspec.structs.replace(verdict, status=Status.HEALTHY)
+        try:
+            self._apply(step, own, verdict)
+        except Exception as error:  # noqa: BLE001 - to observe must not end an engine
+            self._caught(error, "settling")
+        self._cause = None
+        return True
+
+    def _caught(self, error: Exception, doing: str) -> None:
+        """An exception of this rank itself: in its log at once, whatever becomes of the epoch."""
+        rank, step = self.group.rank, self.manager.step
+        _log.error("rank %d met an exception while %s, step %d", rank, doing, step, exc_info=error)
+        self._cause = self._cause or error
 
     def _pop_work(self) -> None:
         self._works.popleft()
@@ -389,7 +440,9 @@ class Stepper:
     def _apply(self, step: int, reduced: Vector, verdict: Verdict) -> None:
         self._held[step] = reduced
         self._held.pop(step - self.manager.lag - 2, None)
-        if self._is_observing:
+        if self.observation.is_on:
+            if not verdict.mismatch:
+                self.observation.saw_equal()
             verdict = msgspec.structs.replace(verdict, mismatch="")
         if verdict.status is Status.LEAVING:
             rank = verdict.status_rank
@@ -433,9 +486,13 @@ class Stepper:
         error = seal.error.build()
         if seal.then == "observe":
             _log.error("observed, not acted upon: %s", error)
-            self._is_observing = True
+            is_between_steps = self._closing_from is Stage.IDLE
+            self.observation.told(seal.error.field, is_between_steps=is_between_steps)
             self.change.look_on()
             self._await(self._closing_from)
+            return
+        if seal.then == "off":
+            self._go_alone(error, seal)
             return
         try:
             self._settle_through(seal)
@@ -444,12 +501,42 @@ class Stepper:
         except StoreSilent:
             raise
         except Exception as cause:  # noqa: BLE001 - the error that all ranks raise comes first
-            self._cause = self._cause or cause
+            self._caught(cause, "closing the epoch")
         if seal.then == "raise" or self._cause is not None:
             error.__cause__ = self._cause
             self._end(error)
             raise error
         self._enter(Stage.OPENING)
+
+    def _go_alone(self, error: KvpactError, seal: Seal | None = None) -> None:
+        """Who only observes does not end: each rank is its own group from here on, and says so."""
+        _log.error("observing is off from here on, nothing is compared any more: %s", error)
+        try:
+            if seal is not None:
+                self._settle_through(seal)
+        except Exception as cause:  # noqa: BLE001 - told; there is nobody to hear of it
+            self._caught(cause, "closing the epoch")
+        self.observation.is_off = True
+        self._cause = None
+        group, self.group = self.group, Alone(self.group)
+        own = (msgspec.structs.replace(one, work=OwnVote(one.vector)) for one in self._works)
+        settled = self.manager.settled_step
+        epoch = self.manager.epoch
+        self._works = deque(x for x in own if x.epoch != epoch or x.header.step > settled)
+        self.in_flight = tuple(self._works)
+        group.close()
+        stage = self._closing_from if self._stage is Stage.CLOSING else self._stage
+        if stage is Stage.AWAIT_LAGGED:
+            self._enter(Stage.BEGUN)
+        elif stage is Stage.AWAIT:
+            self._await_rest()
+        else:
+            self._enter(stage)
+
+    def _tell_what_is_known(self, error: StoreSilent) -> None:
+        """The store is silent, so nobody can be asked: what this rank knows is all there is."""
+        error.__cause__ = error.__cause__ or self._cause
+        error.story = (*error.story, *self.change.known())
 
     def _open(self) -> None:
         group = self.change.open()
@@ -468,6 +555,7 @@ class Stepper:
         self._held.clear()
         self._posted_at.clear()
         self._progress.restart()
+        self.observation.forget()
         self._started = self.group.now()
         self._paused_s = 0.0
 
