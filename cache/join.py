@@ -24,6 +24,7 @@ from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.storage import BackendBase, Identity, PageKeys, StorageWorkers
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.journal import Journal
+from kvpact.consensus.epoch.report import Incident
 from kvpact.consensus.membership import DEFAULT_NAME, Membership, check_ranks
 from kvpact.consensus.provenance import require_installed_files
 
@@ -46,6 +47,7 @@ def join_cache(
     journal_path: Path | None = None,
     start_timeout_s: float = 60.0,
     leave_timeout_s: float = 5.0,
+    on_incident: Callable[[Incident], None] | None = None,
 ) -> HierarchicalCache:
     """Build this rank's tensors, pools and copies, join replica ``name``, return its cache.
 
@@ -60,6 +62,8 @@ def join_cache(
     With ``open_storage`` there is a storage tier: it is called with whose pages they are (``model``
     names the weights) and returns a backend, e.g. by :func:`kvpact.cache.storage.open_backend`.
     ``side`` are the pools of ``config.side_pools``, over tensors of the engine's.
+    ``on_incident`` is called inside ``step()`` with each end of an epoch and each observed finding:
+    :class:`kvpact.consensus.IncidentFiles` writes them where ``kvpact explain`` reads them.
 
     The cache owns all else: ``close()`` (or leaving its ``with`` block) waits at most
     ``leave_timeout_s`` for the other ranks, so that none loses a verdict that is under way.
@@ -116,6 +120,7 @@ def join_cache(
             storage=storage,
             side=side,
         )
+        cache.stepper.change.on_incident = on_incident
         membership.watch_over(cache.stepper)
         closing.enter_context(parts.pop_all())
         closing.callback(membership.leave, leave_timeout_s)

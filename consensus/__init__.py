@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from kvpact.consensus.engine.replica import CarriesNothing, Replica, join
     from kvpact.consensus.engine.shared_pool import SharedPool
     from kvpact.consensus.engine.tickets import Ticket, Tickets, TicketState
-    from kvpact.consensus.epoch.report import Policy, Seal
+    from kvpact.consensus.epoch.incident_files import IncidentFiles
+    from kvpact.consensus.epoch.report import Incident, Policy, Seal
     from kvpact.consensus.membership import Membership
     from kvpact.consensus.step.step import Carrier, StepLimits, Stepper
     from kvpact.consensus.transport.collective import Group, Work
@@ -54,6 +55,8 @@ __all__ = [
     "Entry",
     "GlooGroup",
     "Group",
+    "Incident",
+    "IncidentFiles",
     "Intent",
     "InternalError",
     "Journal",
@@ -119,7 +122,8 @@ _HOMES = {
     "kvpact.consensus.engine.replica": ("CarriesNothing", "Replica", "join"),
     "kvpact.consensus.engine.shared_pool": ("SharedPool",),
     "kvpact.consensus.engine.tickets": ("Ticket", "TicketState", "Tickets"),
-    "kvpact.consensus.epoch.report": ("Policy", "Seal"),
+    "kvpact.consensus.epoch.incident_files": ("IncidentFiles",),
+    "kvpact.consensus.epoch.report": ("Incident", "Policy", "Seal"),
     "kvpact.consensus.membership": ("Membership",),
     "kvpact.consensus.step.step": ("Carrier", "StepLimits", "Stepper"),
     "kvpact.consensus.transport.collective": ("Group", "Work"),

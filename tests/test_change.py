@@ -294,20 +294,6 @@ def test_only_a_detach_says_what_it_could_keep() -> None:
         assert [one.kept for one in incident.reports] == [expected] * 3
 
 
-def test_what_is_observed_twice_is_told_twice() -> None:
-    """Each observation has reports and a seal of its own."""
-    world = World(policy=Policy("observe"))
-    assert not world.run(2)
-    world.ranks[1].manager.note("evict", "host", 17)
-    assert not world.run(3)
-    assert [rank.stepper.change.closer.round_number for rank in world.ranks] == [1] * 3
-    for rank in world.ranks:
-        rank.stepper.renew({"a": 50})
-        # The keys of the first round in the store are used up as long as the group is the same.
-        assert rank.stepper.change.closer.round_number == 1
-        assert rank.manager.epoch == 1
-
-
 @LAGS
 def test_a_new_epoch_keeps_nothing_of_the_old_one(lag: int) -> None:
     world = World(lag)
@@ -380,23 +366,6 @@ def test_an_exception_on_one_rank_is_no_matter_for_a_reset() -> None:
     assert len(errors) == 3
     assert isinstance(error, Divergence | PeerError)
     assert all(rank.luggage.dropped == [] for rank in world.ranks)
-
-
-@LAGS
-def test_what_is_observed_is_told_once_and_a_stall_still_ends(lag: int) -> None:
-    world = World(lag, policy=Policy("observe"))
-    assert not world.run(4)
-    world.ranks[1].manager.note("evict", "host", 17)
-    assert not world.run(lag + 6)
-    for rank in world.ranks:
-        assert rank.stepper.change.endings["Divergence"] == 1
-        assert rank.manager.epoch == 0
-    began = world.net.now_s
-    errors = world.run(lag + 1, only_ranks=(0, 2))
-    error = one_error(list(errors.values()))
-    assert isinstance(error, RankStalled)
-    assert error.ranks == (1,)
-    assert world.net.now_s - began < DEADLINE_S + GRACE_S + 0.5
 
 
 @LAGS

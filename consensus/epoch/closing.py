@@ -95,6 +95,7 @@ class Closer:
         self._give_up_at = 0.0
         self._report: Report | None = None
         self._found: dict[int, Report] = {}
+        self._has_read = False
         self._seen: dict[int, LastSeen | None] = {}
         self._forged: StoreForged | None = None
 
@@ -181,6 +182,20 @@ class Closer:
         step = 0 if self._report is None else self._report.at_step
         error = SealedError("StoreForged", forged.message, (), self.epoch, step)
         return Seal(error, through=0, verdicts={})
+
+    def have_all_read(self) -> bool:
+        """Say that this rank has read the seal; whether all others who reported have.
+
+        One of them may serve the store: it must not end before.
+        """
+        if not self._has_read:
+            self._store.set(self._key("read", self.rank), b"1")
+            self._has_read = True
+        return all(
+            self._store.get(self._key("read", rank)) is not None or self._locator.is_gone(rank)
+            for rank in sorted(self._found)
+            if rank != self.rank
+        )
 
     def _is_looking(self, now_s: float) -> bool:
         """Looking for a rank takes a moment: do it while its report may still come.

@@ -61,7 +61,7 @@ class EpochChange:
 
     ``regroup(epoch)`` forms the group of a new epoch; without it a divergence always raises.
     ``endings`` counts the seals by the kind of their error, ``incident`` is the last of them, and
-    ``on_incident`` is told each.
+    ``on_incident`` is told each; it may be set at any time, and what it raises is only logged.
     """
 
     def __init__(
@@ -89,7 +89,9 @@ class EpochChange:
         self._carrier = carrier
         self._policy = policy if regroup is not None or policy.kind == "observe" else Policy()
         self._regroup = regroup
-        self._on_incident = on_incident
+        self.on_incident = on_incident
+        self._seal: Seal | None = None
+        self._ends_at = 0.0
         self._resets_at: list[float] = []
         self._opener: Opener | None = None
         self.closer = self._new_closer()
@@ -138,7 +140,27 @@ class EpochChange:
         self.closer.file(report, now, grace_s)
 
     def poll(self) -> Seal | None:
-        """The seal of this epoch, once it stands."""
+        """The seal of this epoch, once it stands, and, where it ends all, others have read it.
+
+        For the others this rank waits at most ``grace_s``: it may be the one that serves the store.
+        """
+        now = self._group.now()
+        if self._seal is None:
+            self._seal = self._find_seal()
+            self._ends_at = now + self._limits.grace_s
+        seal = self._seal
+        if seal is None or (seal.then == "raise" and now < self._ends_at and self._is_read_late()):
+            return None
+        self._seal = None
+        return seal
+
+    def _is_read_late(self) -> bool:
+        try:
+            return not self.closer.have_all_read()
+        except StoreSilent:
+            return False  # it is known how this epoch ends; nobody else can be helped
+
+    def _find_seal(self) -> Seal | None:
         seal = self.closer.poll(self._group.now())
         if seal is not None:
             self.endings[seal.error.kind] += 1
@@ -163,10 +185,10 @@ class EpochChange:
 
     def _publish(self, incident: Incident) -> None:
         self.incident = incident
-        if self._on_incident is None:
+        if self.on_incident is None:
             return
         try:
-            self._on_incident(incident)
+            self.on_incident(incident)
         except Exception:  # noqa: BLE001 - whoever listens, the epoch goes on ending
             _log.exception("on_incident failed")
 

@@ -59,6 +59,7 @@ class Sentinel:
         self._looked_at: tuple[int, int] = (-1, -1)  # epoch and step
         self._filed: Report | None = None
         self._filed_epoch = 0
+        self._filed_round = 0
         self._filed_at = 0.0
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,15 +90,18 @@ class Sentinel:
 
     def look(self) -> None:
         """Look once at what is in flight. Never blocks, but for the store. Raises StoreSilent."""
-        if self._filed is not None and self._filed_epoch != self._stepper.manager.epoch:
-            self._filed = self.alarm = None  # that epoch is over, and so is its trouble
+        change = self._stepper.change
+        now_in = (self._stepper.manager.epoch, change.closer.round_number)
+        if self._filed is not None and (self._filed_epoch, self._filed_round) != now_in:
+            self._filed = self.alarm = None  # that is over, or was only observed
         if self._filed is not None:
             if self.alarm is None:
                 self._gather(self._filed)
             return
         for ballot in self._stepper.in_flight:
             place = (ballot.epoch, ballot.header.step)
-            if place > self._looked_at:
+            is_known = ballot.header.step <= self._stepper.observation.through
+            if place > self._looked_at and not (is_known and ballot.epoch == now_in[0]):
                 verdict = self._verdict(ballot)
                 if verdict is None:
                     return
@@ -133,6 +137,7 @@ class Sentinel:
             held={},
             phase=self._stepper.stage,
         )
+        self._filed_round = self._stepper.change.closer.round_number
         self._store.set(self._key(ballot.epoch, report.rank), msgspec.msgpack.encode(report))
         self._filed, self._filed_epoch, self._filed_at = report, ballot.epoch, self._clock()
 
@@ -154,7 +159,8 @@ class Sentinel:
             )
 
     def _key(self, epoch: int, rank: int) -> str:
-        return f"epoch/{self._stepper.change.group_epoch}/alarm/{epoch}/{rank}"
+        rounds = f"round/{self._filed_round}/" if self._filed_round else ""
+        return f"epoch/{self._stepper.change.group_epoch}/{rounds}alarm/{epoch}/{rank}"
 
 
 def _tail(journal: Journal) -> list[Entry]:

@@ -244,7 +244,7 @@ def _breaking_tail(draw: random.Random, world: World) -> list[Do]:
     ]
     if action == "diverge" and world.policy in ("reset", "detach"):
         return [*begins, Step(number=0, times=world.lag + 2), *_draining_tail(world)]
-    if action == "diverge" and world.policy == "observe":
-        return [*begins, Step(number=0, times=world.lag + 4)]
+    if world.policy == "observe":  # whatever it is: it is told, and no rank's engine ends
+        return [*begins, Step(number=0, times=world.lag + 6)]
     raises = Raises(kind=BREAKING_ACTIONS[action], rank=rank)
     return [*begins, Step(number=0, times=world.lag + 2, raises=raises)]

@@ -148,8 +148,12 @@ def _stepper(stepper: Stepper, view: _View) -> list[Any]:
     if closer._report is not None:
         closing = [closer._look_at - now, closer._give_up_at - now, sorted(closer._seen)]
     opening = [] if opener is None else [opener._end_s - now, sorted(opener._found)]
+    seen = stepper.observation
+    known = [seen.is_off, seen._is_live_known, seen._owes_start,
+             max(0, seen.through - base), max(0, seen._quiet_until - base)]  # fmt: skip
     clock_ms = round((now - stepper._started) * 1000) - stepper.manager.clock_ms
     return [
         stepper.stage, stepper._closing_from.value, stepper._is_leaving, works, held, posted_at,
         patient, closing, opening, clock_ms, str(stepper._cause),
+        known,
     ]  # fmt: skip
