@@ -7,20 +7,24 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact.consensus.core.errors import Misuse, StoreForged, StoreSilent
+from kvpact.consensus.transport.collective import ProcessGroup
 from kvpact.consensus.transport.gloo import (
     GlooGroup,
+    RawStore,
     connect_tcp_store,
     open_tcp_store,
     serve_tcp_store,
 )
+from kvpact.consensus.transport.rendezvous import announce
 from kvpact.consensus.transport.store import (
     MAX_LINES,
     MAX_VALUE_BYTES,
@@ -253,3 +257,17 @@ def test_a_host_that_is_not_there_is_named() -> None:
     _silent_within(lambda: tcp.get("a"), f"127.0.0.1:{number}", 5.0)
     _silent_within(lambda: open_tcp_store("127.0.0.1", number, 0.2), f"127.0.0.1:{number}", 5.0)
     tcp.close()
+
+
+class _Cut:
+    """A raw client whose connection was cut, as torch says it."""
+
+    def compare_set(self, *_: object) -> bytes:
+        raise RuntimeError("Broken pipe\nException raised from sendBytes\nframe #0: c10::Error")
+
+
+def test_torchs_frames_are_kept_out_of_the_way() -> None:
+    """What torch says takes one line; its stack of C++ frames is not dragged along as a cause."""
+    with pytest.raises(StoreSilent, match="Broken pipe") as caught:
+        announce(cast("RawStore", _Cut()), ProcessGroup("g", [0], 0, 1))
+    assert "frame #" not in "".join(traceback.format_exception(caught.value))

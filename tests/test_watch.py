@@ -152,6 +152,26 @@ def test_a_silent_store_is_noted_and_forgotten_when_it_answers_again() -> None:
     assert watch.stop()
 
 
+def test_the_loss_of_the_store_is_said_once_and_so_is_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore()
+    watch = Watch(store, 0, interval_s=0.005)
+    store.silent = True
+    with caplog.at_level("WARNING", "kvpact"):
+        watch.start()
+        _until(lambda: watch.silent_since_s is not None)
+        time.sleep(0.1)  # many beats
+        assert [record.getMessage() for record in caplog.records] == [
+            "rank 0: store memory:0 is silent; steps go on without it"
+        ]
+        store.silent = False
+        _until(lambda: watch.silent_since_s is None)
+        assert watch.stop()
+    assert len(caplog.records) == 2
+    assert "the store answers again" in caplog.records[1].getMessage()
+
+
 def test_no_exception_leaves_the_thread() -> None:
     class Broken(MemoryStore):
         def set(self, key: str, value: bytes) -> None:

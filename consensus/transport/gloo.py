@@ -115,7 +115,7 @@ def open_tcp_store(host: str, port: int, timeout_s: float) -> RawStore:
             return connect_tcp_store(host, port, timeout_s)
         except RuntimeError as error:
             text = f"store {host}:{port} cannot be reached: {first_line(error)}"
-            raise StoreSilent(text) from error
+            raise StoreSilent(text) from None  # torch's frames say nothing more
 
     return bounded(connect, timeout_s, f"store {host}:{port} let nobody in for {timeout_s:g} s")
 
@@ -267,7 +267,7 @@ def _meet(store: RawStore, group: GlooGroup, limit_s: float, address: str = "") 
         first = process_group.allreduce([torch.zeros(1, dtype=torch.int64)], _min_options(limit_s))
         first.wait(_timedelta(limit_s))
     except RuntimeError as error:
-        raise not_met(store, group, first_line(error)) from error
+        raise not_met(store, group, first_line(error)) from None
     if rank == ranks[0]:
         forget(store, group)
     return process_group
@@ -449,7 +449,7 @@ def _meet_nccl(store: RawStore, group: NcclGroup, limit_s: float) -> Any:
         process_group.allreduce([first], _min_options(NEVER_S)).wait()
         first.item()  # its result says that all are connected to all
     except RuntimeError as error:
-        raise not_met(store, group, first_line(error)) from error
+        raise not_met(store, group, first_line(error)) from None
     if group.rank == group.ranks[0]:
         forget(store, group)
     return process_group

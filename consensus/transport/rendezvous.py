@@ -29,7 +29,7 @@ def announce(store: RawStore, group: ProcessGroup) -> None:
             )
         store.set(f"{name}/here/{rank}", "1")
     except RuntimeError as error:
-        raise _store_failed(store, error) from error
+        raise _store_failed(store, error) from None
 
 
 def not_met(store: RawStore, group: ProcessGroup, reason: str) -> PeerLost | StoreSilent:
@@ -60,4 +60,4 @@ def forget(store: RawStore, group: ProcessGroup) -> None:
         for key in keys:
             store.delete_key(key)
     except RuntimeError as error:
-        raise _store_failed(store, error) from error
+        raise _store_failed(store, error) from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import os
 import socket
 import sys
@@ -37,6 +38,8 @@ __all__ = [
     "process_life",
     "process_start",
 ]
+
+_log = logging.getLogger("kvpact")
 
 #: The phase of a rank whose watch was stopped in good order.
 LEFT = "left"
@@ -253,15 +256,27 @@ class Watch:
             leaving = self._leaving.is_set()
             try:
                 self.beat()
-                self.silent_since_s = None
-            except StoreSilent:
-                if self.silent_since_s is None:
-                    self.silent_since_s = self._clock()
+                self._heard()
+            except StoreSilent as error:
+                self._unheard(error, leaving)
             except Exception as error:  # noqa: BLE001  nothing may leave this thread
                 self.trouble = repr(error)
             if leaving:
                 return
             self._leaving.wait(self.interval_s)
+
+    def _heard(self) -> None:
+        if self.silent_since_s is not None:
+            silent_s = self._clock() - self.silent_since_s
+            _log.warning("rank %d: the store answers again, after %.1f s", self.rank, silent_s)
+        self.silent_since_s = None
+
+    def _unheard(self, error: StoreSilent, leaving: bool) -> None:
+        """Say once that the store is lost, not at every beat; a rank that leaves does not care."""
+        if self.silent_since_s is None:
+            self.silent_since_s = self._clock()
+            if not leaving:
+                _log.warning("rank %d: %s; steps go on without it", self.rank, error.message)
 
     # -------------------------------------------------------------------- seeing where others are
 
