@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final
 
 import msgspec
 
+from kvpact.cache.choices import Eviction, Mode, PrefetchPolicy
 from kvpact.cache.memory.shape import KVShape
 from kvpact.cache.tree.node import STORAGE, Tier
 from kvpact.cache.tree.side import SideSpec
-from kvpact.consensus.core.ballot import Schema
+from kvpact.consensus.core.ballot import MASK62, Schema
+from kvpact.consensus.core.border import as_choice, as_count, as_flag, as_seconds, as_text
 from kvpact.consensus.core.errors import Misuse
+from kvpact.consensus.epoch.report import PolicyKind
 
 __all__ = ["CacheConfig", "config_facts", "schema_of"]
 
@@ -22,6 +25,33 @@ _POSITIVE = (
     "grace_s",
     "reset_window_s",
 )
+_SECONDS = (*_POSITIVE, "prefetch_timeout_s", "progress_timeout_s")
+#: Whole numbers, and the least that each can be.
+_LEAST: Final = {
+    "page_size": 1,
+    "device_pages": 1,
+    "host_pages": 0,
+    "lag": 0,
+    "pipeline_stages": 1,
+    "num_slots": 16,
+    "headroom_pages": 0,
+    "low_water_pages": 0,
+    "load_back_minimum_pages": 1,
+    "prefetch_minimum_pages": 1,
+    "storage_queue_pages": 1,
+    "events_max": 0,
+    "write_queue_nodes_max": 1,
+    "waiting_tickets_max": 1,
+    "max_resets": 0,
+    "integrity_every_steps": 0,
+}
+_FLAGS = ("evicts_whole_nodes", "verifies_copies")
+_CHOICES: Final = {
+    "mode": Mode,
+    "eviction": Eviction,
+    "prefetch_policy": PrefetchPolicy,
+    "policy": PolicyKind,
+}
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,13 +61,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     pages: no host tier), and so are ``side_pages`` (device and host pages of each side pool);
     everything else must be equal on all ranks.
 
-    ``policy`` says what follows a divergence (:class:`kvpact.consensus.epoch.report.Policy`).
-    ``mode`` says how pages come to the other tiers: ``write_through`` backs each node up after its
-    insert, ``write_through_selective`` after its second use, ``write_back`` when it is evicted from
-    the device, ``buffer_only`` uses the host as staging towards the storage only.
-    ``eviction`` is the policy of both tiers. ``low_water_pages``: write-back demotes ahead of need
-    to keep so many device pages free.
-    ``prefetch_policy`` and ``prefetch_timeout_s`` (agreed clock) say when a prefetch is done.
+    ``policy`` (:class:`~kvpact.consensus.epoch.report.PolicyKind`) says what follows a divergence,
+    ``mode`` how pages come to the other tiers, ``eviction`` who goes first in both tiers, and
+    ``prefetch_policy`` with ``prefetch_timeout_s`` (agreed clock) when a prefetch is done: each is
+    one of the words of :mod:`kvpact.cache.choices`, as a text or as a member.
+    ``low_water_pages``: write-back demotes ahead of need to keep so many device pages free.
     ``storage_queue_pages`` bounds what is on its way to storage. ``events_max`` bounds the events
     kept for :meth:`HierarchicalCache.events` (0: none are made).
     ``weights`` is the version of the weights that the ranks start with; see
@@ -61,14 +89,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int = 256
     headroom_pages: int = 0
     evicts_whole_nodes: bool = False
-    mode: Literal["write_through", "write_through_selective", "write_back", "buffer_only"] = (
-        "write_through"
-    )
-    eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
+    mode: str = Mode.WRITE_THROUGH
+    eviction: str = Eviction.LRU
     low_water_pages: int = 0
     load_back_minimum_pages: int = 1
     prefetch_minimum_pages: int = 1
-    prefetch_policy: Literal["wait_complete", "best_effort", "timeout"] = "wait_complete"
+    prefetch_policy: str = PrefetchPolicy.WAIT_COMPLETE
     prefetch_timeout_s: float = 1.0
     storage_queue_pages: int = 4096
     events_max: int = 0
@@ -80,7 +106,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 30.0
     grace_s: float = 0.5
     progress_timeout_s: float = 0.0
-    policy: Literal["raise", "reset", "detach", "observe"] = "raise"
+    policy: str = PolicyKind.RAISE
     max_resets: int = 3
     reset_window_s: float = 600.0
     write_queue_nodes_max: int = 1 << 16
@@ -88,45 +114,46 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     integrity_every_steps: int = 0
 
     def __post_init__(self) -> None:
-        self._require("page_size", self.page_size, 1)
-        self._require("device_pages", self.device_pages, 1)
-        self._require("host_pages", self.host_pages, 0)
-        self._require("lag", self.lag, 0)
-        self._require("pipeline_stages", self.pipeline_stages, 1)
-        self._require("num_slots", self.num_slots, 16)
-        self._require("headroom_pages", self.headroom_pages, 0)
-        self._require("load_back_minimum_pages", self.load_back_minimum_pages, 1)
-        self._require("low_water_pages", self.low_water_pages, 0)
+        as_text("weights", self.weights)
+        for name, kind in _CHOICES.items():
+            self._set(name, as_choice(name, kind, getattr(self, name)))
+        for name, least in _LEAST.items():
+            self._set(name, as_count(name, getattr(self, name), least, MASK62))
+        for name in _FLAGS:
+            self._set(name, as_flag(name, getattr(self, name)))
+        for name in _SECONDS:
+            self._set(name, as_seconds(name, getattr(self, name)))
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise Misuse(f"{name} must be positive, got {getattr(self, name)}")
         if self.low_water_pages >= self.device_pages:
             raise Misuse(
                 f"low_water_pages must be below device_pages ({self.device_pages}), or nothing"
                 f" could stay on the device, got {self.low_water_pages}"
             )
-        self._require("prefetch_minimum_pages", self.prefetch_minimum_pages, 1)
-        self._require("storage_queue_pages", self.storage_queue_pages, 1)
-        self._require("events_max", self.events_max, 0)
-        self._require("write_queue_nodes_max", self.write_queue_nodes_max, 1)
-        self._require("waiting_tickets_max", self.waiting_tickets_max, 1)
-        self._require("integrity_every_steps", self.integrity_every_steps, 0)
-        names = {spec.name for spec in self.side_pools}
-        if names != self.side_pages.keys() or len(names) != len(self.side_pools):
-            raise Misuse(f"side_pages must name each of the side pools {sorted(names)} once")
-        if self.side_pools and self.mode == "buffer_only":
-            raise Misuse("side pools are not staged: mode buffer_only cannot have any")
-        self._require("max_resets", self.max_resets, 0)
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise Misuse(f"{name} must be positive, got {getattr(self, name)}")
-
+        self._check_side_pools()
         if self.progress_timeout_s and not self.progress_timeout_s > self.copy_timeout_s:
             raise Misuse(
                 f"progress_timeout_s must exceed copy_timeout_s ({self.copy_timeout_s:g} s),"
                 f" got {self.progress_timeout_s:g}"
             )
 
-    def _require(self, name: str, value: int, least: int) -> None:
-        if value < least:
-            raise Misuse(f"{name} must be at least {least}, got {value}")
+    def _check_side_pools(self) -> None:
+        names = {spec.name for spec in self.side_pools}
+        if names != self.side_pages.keys() or len(names) != len(self.side_pools):
+            raise Misuse(f"side_pages must name each of the side pools {sorted(names)} once")
+        for name, pages in self.side_pages.items():
+            as_text("the name of a side pool", name)
+            if len(pages) != 2:
+                raise Misuse(f"side_pages of {name!r} must be (device, host), got {pages}")
+            for num_pages in pages:
+                as_count(f"side_pages of {name!r}", num_pages)
+        if self.side_pools and self.mode == Mode.BUFFER_ONLY:
+            raise Misuse("side pools are not staged: mode buffer_only cannot have any")
+
+    def _set(self, name: str, value: object) -> None:
+        """Put a field into the form that the inside works with, once, while it is being made."""
+        msgspec.structs.force_setattr(self, name, value)
 
 
 def schema_of(config: CacheConfig) -> Schema:

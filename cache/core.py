@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from kvpact.cache.choices import Mode
 from kvpact.cache.config import CacheConfig, schema_of
 from kvpact.cache.copies.copier import Copier
 from kvpact.cache.copies.mover import Direction, Mover
@@ -26,6 +27,7 @@ from kvpact.cache.paths.load_staged import StagedLoads
 from kvpact.cache.paths.match import Lookup
 from kvpact.cache.paths.write_back import WriteBack
 from kvpact.cache.paths.write_through import WriteThrough
+from kvpact.cache.requests.namespaces import Namespaces
 from kvpact.cache.requests.orphans import Orphans
 from kvpact.cache.requests.table import RequestTable
 from kvpact.cache.residency.path import Path
@@ -103,10 +105,11 @@ class CacheCore:
             minimum_pages=config.load_back_minimum_pages,
             waiting_max=waiting_max,
         )
-        self.lookup = Lookup(self.tiers, self.requests, journal)
+        self.namespaces = Namespaces(self.requests)
+        self.lookup = Lookup(self.tiers, self.requests, self.namespaces, journal)
         self.own_insert = OwnInsert(self.tiers, self.requests, self.load_back, self.backup)
         self.staged_loads: StagedLoads | None = None
-        if config.mode == "buffer_only" and self.storage is not None:
+        if config.mode is Mode.BUFFER_ONLY and self.storage is not None:
             self.staged_loads = StagedLoads(self.tiers, self.storage.prefetch, self.load_back)
         self.engine_pages = EnginePages(
             self.tiers, headroom_pages=config.headroom_pages, waiting_max=waiting_max
@@ -130,13 +133,13 @@ class CacheCore:
     def _make_backup(self) -> WriteThrough | WriteBack | BufferFlush:
         """The path by which this mode brings nodes to the other tiers."""
         config, storage = self.config, self.storage
-        if config.mode == "buffer_only":
+        if config.mode is Mode.BUFFER_ONLY:
             if storage is None:
                 raise Misuse("mode buffer_only needs a storage: the host is staging only")
             queue_max = config.write_queue_nodes_max
             return BufferFlush(self.tiers, self.insertion, storage, queue_nodes_max=queue_max)
         on_backed_up = storage.backed_up if storage is not None else None
-        if config.mode == "write_back":
+        if config.mode is Mode.WRITE_BACK:
             return WriteBack(
                 self.tiers,
                 self.insertion,
@@ -149,7 +152,7 @@ class CacheCore:
             self.insertion,
             self.withdrawal,
             queue_nodes_max=config.write_queue_nodes_max,
-            hits_needed=2 if config.mode == "write_through_selective" else 1,
+            hits_needed=2 if config.mode is Mode.WRITE_THROUGH_SELECTIVE else 1,
             on_backed_up=on_backed_up,
         )
 

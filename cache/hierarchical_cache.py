@@ -18,7 +18,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol, Self
 
 from kvpact.cache.audit import audit
+from kvpact.cache.border import as_fill, as_match, as_tier, as_tokens
 from kvpact.cache.carryover import Carryover
+from kvpact.cache.choices import PrefetchPolicy
 from kvpact.cache.config import CacheConfig, config_facts, schema_of
 from kvpact.cache.copies.mover import Mover
 from kvpact.cache.copies.side_pools import SidePool
@@ -30,8 +32,18 @@ from kvpact.cache.paths.insert_voted import Fill, open_loads
 from kvpact.cache.requests.results import InsertResult, Match, StepResult
 from kvpact.cache.requests.table import Request, RequestReport
 from kvpact.cache.requests.ticket import Ticket
+from kvpact.cache.storing.tier import StorageTier
 from kvpact.cache.tree.events import CacheEvent
 from kvpact.cache.tree.node import STORAGE, Tier, Tokens
+from kvpact.consensus.core.ballot import MASK62
+from kvpact.consensus.core.border import (
+    as_count,
+    as_counts,
+    as_flag,
+    as_names,
+    as_seconds,
+    as_text,
+)
 from kvpact.consensus.core.errors import Misuse
 from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.epoch.closing import Locator
@@ -116,8 +128,10 @@ class HierarchicalCache:
         self.load_back, self.engine_pages = core.load_back, core.engine_pages
         self.storage, self.staged_loads = core.storage, core.staged_loads
         self.lookup, self.own_insert = core.lookup, core.own_insert
+        self.namespaces = core.namespaces
         self.carryover = Carryover(core)
         self._num_resets = self._num_ordered = 0
+        self._device_pages = usable[Tier.DEVICE.value]
         self.manager.begin_epoch(0, {**usable, STORAGE: core.usable(STORAGE)})
         self.stepper = Stepper(
             self.manager,
@@ -154,9 +168,9 @@ class HierarchicalCache:
 
     def begin_step(self, iteration: int) -> None:
         """The first half of :meth:`step`, for callers that must not block."""
+        self.stepper.begin(as_count("iteration", iteration, most=MASK62))
         if self.observer is not None:
             self.observer.began()
-        self.stepper.begin(iteration)
 
     def poll_step(self) -> StepResult | None:
         """Go on with the step; its result once it is over. Never blocks."""
@@ -201,13 +215,18 @@ class HierarchicalCache:
     ) -> Match:
         """The longest prefix of whole pages that can be served; touches it (agreed call).
 
-        With ``request`` the part on DEVICE is pinned until the request ends.
+        With ``request`` the part on DEVICE is pinned until the request ends. Raises
+        :class:`Misuse` where the request holds another prompt, or owns pages of its own.
         """
-        return self.lookup.match(tokens, namespace, request)
+        name = None if request is None else as_text("request", request)
+        return self.lookup.match(as_tokens(tokens), namespace, name)
 
     def peek(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
-        """Pages from the start of ``tokens`` by tier, and ``usable`` over both. Changes nothing."""
-        return self.lookup.peek(tokens, namespace)
+        """Pages from the start of ``tokens`` by tier, and ``usable`` over both. Changes nothing.
+
+        What a match would find: with side pools only as far as their state is there, too.
+        """
+        return self.lookup.peek(as_tokens(tokens), namespace)
 
     def request_load_back(
         self, request: str, match: Match, *, pages_max: int | None = None
@@ -217,58 +236,73 @@ class HierarchicalCache:
         The match may be of an earlier step, or epoch: what it found is looked up again where it
         has gone.
         """
+        request, match = as_text("request", request), as_match(match)
+        if pages_max is not None:
+            pages_max = as_count("pages_max", pages_max)
+        live = self.requests.get(request)
+        if live is not None:
+            live.requires(match.tokens, self.namespaces.inner(match.namespace), "loads")
         self.journal.note("request_load_back", request)
         path = self.lookup.path_of(match)
         if self.staged_loads is not None:
             live = self.requests.open(request)
             self.load_back.hold(live, path)
-            return self.staged_loads.request(live, match.tokens, match.namespace, path)
+            inner = self.namespaces.inner(match.namespace)
+            return self.staged_loads.request(live, match.tokens, inner, path)
         return self.load_back.request(self.requests.open(request), path, pages_max)
 
     def request_pages(self, request: str, num_pages: int) -> Ticket:
         """Ask for device pages beyond the headroom; ``step`` decides."""
-        if num_pages < 1:
-            raise Misuse(f"request {request!r} asks for {num_pages} pages; ask for at least 1")
+        request, num_pages = as_text("request", request), as_count("num_pages", num_pages, 1)
         self.journal.note("request_pages", request, num_pages)
         return self.engine_pages.request(self.requests.open(request), num_pages)
 
     def allocate(self, request: str, num_pages: int) -> list[int] | None:
         """Device pages for ``request`` at once, out of the voted headroom; ``None``: too many."""
-        if num_pages < 1:
-            raise Misuse(f"request {request!r} allocates {num_pages} pages; ask for at least 1")
-        return self.engine_pages.allocate(self.requests.open(request), num_pages)
+        num_pages = as_count("num_pages", num_pages, 1)
+        return self.engine_pages.allocate(self._live(request), num_pages)
 
     def pages(self, request: str) -> list[int]:
         """This rank's device pages of ``request``, in the order of its prompt.
 
         First the path that it pins, loaded pages included, then those that it owns itself.
         """
-        live = self.requests.require(request)
+        live = self._live(request)
         held = [] if live.held is None else live.held.path()
         return [page for node in held for page in node.device.pages] + live.private
 
     def expect_pages(self, num_pages: int) -> None:
-        """Keep a headroom of so many pages: what the engine may need within lag + 1 steps."""
+        """Keep a headroom of so many pages: what the engine may need within lag + 1 steps.
+
+        Raises :class:`Misuse` where that is more than the device has.
+        """
+        num_pages = as_count("num_pages (of the headroom)", num_pages, most=self._device_pages)
         self.journal.note("expect_pages", num_pages)
         self.engine_pages.expect(num_pages)
 
     def room(self, tier: Tier = Tier.DEVICE) -> int:
         """Pages that can be had, evicting what may go: agreed, O(1), no communication."""
-        return self.tiers.room(tier)
+        return self.tiers.room(as_tier(tier))
 
     # -- around the forward pass -----------------------------------------------------------------
 
     def start_loading(self, requests: Sequence[str]) -> tuple[int, ...]:
         """The open loads on the paths of a batch, whoever asked for them; for ``wait_layer``."""
         tickets: list[int] = []
-        for name in requests:
-            held = self.requests.require(name).held
+        for live in [self._live(name) for name in as_names("requests", requests)]:
+            held = live.held
             for carriage in open_loads(held.path() if held is not None else []):
                 tickets += [ticket for ticket in carriage.copy_tickets if ticket not in tickets]
         return tuple(tickets)
 
     def wait_layer(self, layer: int, loads: Sequence[int], timeout_s: float) -> bool:
-        """Wait until ``layer`` of these loads has arrived; False: not within ``timeout_s``."""
+        """Wait until ``layer`` of these loads has arrived; False: not within ``timeout_s``.
+
+        Loads of an earlier epoch are waited for as they were: they are never taken for newer ones.
+        """
+        layer = as_count("layer", layer, most=self.config.kv_shape.layers - 1)
+        timeout_s = as_seconds("timeout_s", timeout_s)
+        loads = as_counts("loads", loads)
         return not loads or self.tiers.copier.mover.wait_layer(layer, timeout_s, loads)
 
     # -- when tokens were computed ---------------------------------------------------------------
@@ -279,7 +313,11 @@ class HierarchicalCache:
         Only whole pages enter. Raises :class:`Misuse` where the request has fewer pages, or holds
         another prefix.
         """
-        return self.own_insert.insert(self.requests.require(request), tokens, namespace)
+        tokens, inner = as_tokens(tokens), self.namespaces.inner(namespace)
+        live = self._live(request)
+        if self.namespaces.is_older(live, namespace):
+            return InsertResult([], 0, 0)
+        return self.own_insert.insert(live, tokens, inner)
 
     def propose_insert(
         self,
@@ -296,16 +334,22 @@ class HierarchicalCache:
         False: refused at once, on every rank. ``fill(nodes, pages)`` writes the bytes as soon as
         this rank holds the pages. With ``hold`` the path stays pinned until the request ends.
         """
+        request, inner = as_text("request", request), self.namespaces.inner(namespace)
+        tokens, fill = as_tokens(tokens), as_fill(fill)
+        hold, priority = as_flag("hold", hold), as_count("priority", priority)
         if len(tokens) < self.config.page_size:
             raise Misuse(f"request {request!r} inserts less than one page")
         self.journal.note("propose_insert", request, priority)
+        live = self.requests.get(request)
+        if live is not None and self.namespaces.is_older(live, namespace):
+            return False
         holder = self.requests.open(request) if hold else None
-        return self.insert_line.propose(tokens, namespace, fill, holder, priority)
+        return self.insert_line.propose(tokens, inner, fill, holder, priority)
 
     def free(self, request: str, num_pages: int) -> None:
         """Give back the last ``num_pages`` of the pages that the request owns itself."""
-        live = self.requests.require(request)
-        if not 0 <= num_pages <= len(live.private):
+        live, num_pages = self._live(request), as_count("num_pages", num_pages)
+        if num_pages > len(live.private):
             raise Misuse(f"request {request!r} owns {len(live.private)} pages, not {num_pages}")
         self.engine_pages.free(live, num_pages)
 
@@ -313,7 +357,8 @@ class HierarchicalCache:
         self, request: str, tokens: Tokens | None = None, *, namespace: str = ""
     ) -> RequestReport:
         """The request ends well: insert ``tokens``, unpin its path, free what it still owns."""
-        live = self.requests.require(request)
+        live = self._live(request)
+        self.namespaces.inner(namespace)
         if tokens is not None:
             self.insert(request, tokens, namespace=namespace)
         report = self.report(request)
@@ -342,11 +387,15 @@ class HierarchicalCache:
 
     def abort(self, request: str) -> None:
         """End the request in whatever state it is: tickets, pins and pages all come back."""
-        self.journal.note("abort_request", request)
+        self.journal.note("abort_request", as_text("request", request))
         self.orphans.release_lost(request)
         live = self.requests.get(request)
         if live is not None:
             self._release(live)
+
+    def _live(self, request: str) -> Request:
+        """The live request of this name. Raises :class:`Misuse` where there is none."""
+        return self.requests.require(as_text("request", request))
 
     def _release(self, live: Request) -> None:
         self.load_back.cancel(live)
@@ -361,42 +410,64 @@ class HierarchicalCache:
 
     def evict(self, tier: Tier, num_pages: int) -> int:
         """Evict at least ``num_pages`` where as many may go; how many went."""
+        tier, num_pages = as_tier(tier), as_count("num_pages", num_pages)
         self.journal.note("evict_call", tier.value, num_pages)
         return self.tiers.evict(tier, num_pages)
+
+    def drop_namespace(self, namespace: str) -> None:
+        """An agreed call: nothing that was computed under this name is ever served again.
+
+        For an adapter that is loaded anew under the same name, or a tenant that leaves. What may
+        go leaves device and host at once, the rest when its requests and copies have ended; in
+        storage its pages are under keys that nobody asks for any more. Requests that live now keep
+        what they hold; their later inserts do nothing. It counts for this run: where storage
+        outlives the run, put the version of the adapter into the namespace.
+        """
+        before = self.namespaces.drop(as_text("namespace", namespace))
+        self.journal.note("drop_namespace", namespace)
+        self.tiers.evict_namespace(before)
 
     def prefetch(self, request: str, tokens: Tokens, *, namespace: str = "") -> Ticket:
         """Fetch from STORAGE to HOST what of ``tokens`` is not cached; ``step`` decides.
 
-        In buffer-only mode it goes on to DEVICE. Without storage the ticket is refused.
+        In buffer-only mode it goes on to DEVICE. Without storage the ticket is refused, and with
+        side pools: what they keep is not stored, and a prefix is of no use without it.
         """
+        request, inner = as_text("request", request), self.namespaces.inner(namespace)
+        tokens = as_tokens(tokens)
         self.journal.note("prefetch", request)
         live = self.requests.open(request)
-        path = self.lookup.served(self.tree.match(tokens, namespace))
+        path = self.lookup.served(self.tree.match(tokens, inner))
         if self.storage is None or not self.storage.is_attached:
             ticket = Ticket(live, None, 0)
             ticket.refuse("no storage is attached")
             return ticket
+        if self.tiers.side:
+            ticket = Ticket(live, None, 0)
+            ticket.refuse("side pools are not stored: their state must be computed")
+            return ticket
         if self.staged_loads is not None:
-            return self.staged_loads.request(live, tokens, namespace, path)
-        return self.storage.prefetch.request(live, tokens, namespace, path)
+            return self.staged_loads.request(live, tokens, inner, path)
+        return self.storage.prefetch.request(live, tokens, inner, path)
 
     def settle_for_prefetch(self, request: str) -> bool:
         """Whether admission may go on (agreed call): the request's prefetch has ended.
 
         With the policy ``best_effort`` this ends it with what has arrived.
         """
-        live = self.requests.get(request)
+        live = self.requests.get(as_text("request", request))
         if live is None or self.storage is None:
             return True
-        if self.config.prefetch_policy == "best_effort":
+        if self.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
             self.storage.prefetch.settle_for(live)
         return not self.storage.prefetch.is_pending(live)
 
     def attach_storage(self) -> None:
-        """An agreed call: writes and prefetches may begin again."""
-        if self.storage is None:
-            raise Misuse("this cache was built without a storage")
-        self.storage.attach()
+        """An agreed call: writes and prefetches may begin again.
+
+        :class:`Misuse` where they may already, or while the storage is being cleared.
+        """
+        self._storage().attach()
 
     def detach_storage(self, *, complete: bool = True) -> None:
         """An agreed call: nothing new begins, what is open is completed, then storage is off.
@@ -404,18 +475,19 @@ class HierarchicalCache:
         With ``complete=False`` open operations make it a :class:`Misuse`, and nothing changes.
         Copies between device and host go on in any case.
         """
-        if self.storage is None:
-            raise Misuse("this cache was built without a storage")
-        self.storage.detach(complete=complete)
+        self._storage().detach(complete=as_flag("complete", complete))
 
     def clear_storage(self) -> None:
         """An agreed call: empty the storage of every rank; nothing is stored or fetched meanwhile.
 
         :class:`Misuse` while writes or prefetches are open. ``has_pending`` until all have done it.
         """
+        self._storage().empty()
+
+    def _storage(self) -> StorageTier:
         if self.storage is None:
-            raise Misuse("this cache was built without a storage")
-        self.storage.empty()
+            raise Misuse("this cache was built without a storage: hand open_storage to join_cache")
+        return self.storage
 
     def events(self) -> list[CacheEvent]:
         """What was stored and removed since the last call, in the same order on every rank."""
@@ -426,6 +498,7 @@ class HierarchicalCache:
 
         What live requests hold stays out of use until they end; their later inserts do nothing.
         """
+        self.stepper.require_idle()
         ledger = self.manager.ledger
         usable = {pool: ledger.usable(pool) for pool in self.manager.schema.pools}
         usable[Tier.DEVICE.value] += len(self.orphans.pages)  # they are not usable already
@@ -443,6 +516,7 @@ class HierarchicalCache:
         """
         if not isinstance(version, str) or not version.isprintable() or not version:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise Misuse(f"new_weights needs a version: printable text, not {version!r}")
+        self.stepper.require_idle()
         self._core.weights = self.weights = version
         if self.storage is not None:
             self.storage.io.change_weights(version)
@@ -451,7 +525,7 @@ class HierarchicalCache:
 
     def paused(self, reason: str) -> AbstractContextManager[None]:
         """While it lasts the others wait beyond their deadline, and no copy times out."""
-        return self.stepper.paused(reason)
+        return self.stepper.paused(as_text("reason", reason))
 
     def leave(self) -> None:
         """Go on stepping until ``PeerLeft`` is raised: then all ranks have heard of it."""
@@ -463,7 +537,7 @@ class HierarchicalCache:
 
     def report(self, request: str) -> RequestReport:
         """What a live request hit, loaded and must compute, in pages, and why."""
-        live = self.requests.require(request)
+        live = self._live(request)
         hit = live.device_hit_pages + live.host_hit_pages
         return RequestReport(
             request=request,
@@ -492,7 +566,7 @@ class HierarchicalCache:
     def tensors(self, tier: Tier) -> KVTensors:
         """K and V of this rank's pages in ``tier``: what the engine's kernels read and write."""
         mover = self.tiers.copier.mover
-        return mover.device if tier is Tier.DEVICE else mover.host
+        return mover.device if as_tier(tier) is Tier.DEVICE else mover.host
 
     def close(self) -> None:
         """Leave the replica; end copies, group and journal. Bounded; may be called again."""

@@ -23,6 +23,8 @@ from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.storage import BackendBase, Identity, PageKeys, StorageWorkers
 from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.border import as_count, as_text
+from kvpact.consensus.core.errors import Misuse
 from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.epoch.report import Incident
 from kvpact.consensus.membership import DEFAULT_NAME, Membership, check_ranks
@@ -76,6 +78,10 @@ def join_cache(
     """
     require_installed_files()
     ranks = check_ranks(rank, ranks)
+    as_text("model", model)
+    as_text("name", name)
+    as_count("port", port, 1, 65535)
+    _check_side(config, side)
     with ExitStack() as parts:
         # What can fail on this rank alone comes before the others hear of it.
         tensors = make_tensors(config, device)
@@ -158,6 +164,13 @@ def join_replica(
         deadline_s=config.deadline_s,
         start_timeout_s=start_timeout_s,
     )
+
+
+def _check_side(config: CacheConfig, side: Sequence[SidePool]) -> None:
+    given, wanted = {pool.spec for pool in side}, set(config.side_pools)
+    if given != wanted:
+        names = sorted(spec.name for spec in given ^ wanted)
+        raise Misuse(f"side and config.side_pools must name the same pools, they differ in {names}")
 
 
 def make_pools(config: CacheConfig) -> dict[Tier, PagePool]:

@@ -25,6 +25,7 @@ def allocate(world: World, request: str, num_pages: int) -> int | None:
 @LAGS
 def test_at_once_out_of_the_headroom_and_topped_up_by_vote(lag: int) -> None:
     world = World(headroom_pages=4, lag=lag)
+    world.match("a", "r")
     assert allocate(world, "r", 1) is None  # nothing was voted yet
     world.step_all(1 + lag)
     assert world.same(lambda cache: cache.engine_pages.headroom) == 4
@@ -164,3 +165,23 @@ def test_nonsense_is_refused_and_changes_nothing(num_pages: int) -> None:
     with pytest.raises(Misuse, match="not live"):
         cache.free("r", 1)
     assert before == (cache.journal.fingerprint, cache.requests.digest, cache.engine_pages.headroom)
+
+
+@LAGS
+def test_a_headroom_of_another_size_than_it_shall_have_is_pending(lag: int) -> None:
+    world = World(headroom_pages=4, lag=lag)
+    assert world.same(lambda cache: cache.has_pending())
+    world.drain()
+    assert world.same(lambda cache: cache.engine_pages.headroom) == 4
+    world.each(lambda cache: cache.expect_pages(1))
+    assert world.same(lambda cache: cache.has_pending())
+    world.drain()
+    assert world.same(lambda cache: cache.engine_pages.headroom) == 1
+    world.each(lambda cache: cache.request_pages("r", 15))
+    world.each(lambda cache: cache.expect_pages(3))
+    world.drain()  # what the device cannot give now is nothing to step for
+    world.abort("r")
+    assert world.same(lambda cache: cache.has_pending())
+    world.drain()
+    assert world.same(lambda cache: cache.engine_pages.headroom) == 3
+    world.is_empty()

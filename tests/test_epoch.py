@@ -564,3 +564,30 @@ def test_the_first_rank_and_field_that_differ_are_named(
     with pytest.raises(Misuse, match=expected) as caught:
         agree(introduced(*facts))
     assert caught.value.rank == odd
+
+
+def test_a_report_that_cannot_be_written_whole_is_told_as_well_as_it_can_be() -> None:
+    """What an engine put into its decisions never takes the place of the error that it is about."""
+    store = MemoryStore()
+    odd = Entry(0, EPOCH, 7, "match", ("r\ud800", 2**70))
+    reports = [
+        msgspec.structs.replace(
+            one,
+            tail=[odd],
+            live={"r\ud800": 3},
+            detail="half \udfff",
+            pools={"\ud800": {"x": 2**80}},
+        )
+        for one in differing("fingerprint", [40, 40, 41])
+    ]
+    closers = [
+        Closer(store=store, rank=rank, ranks=range(3), epoch=EPOCH, locator=Places())
+        for rank in range(3)
+    ]
+    for closer, one in zip(closers, reports, strict=True):
+        closer.file(one, 0.0, 10.0)
+    seals = [closer.poll(5.0) for closer in closers]
+    assert all(seal is not None and seal == seals[0] for seal in seals)
+    error = seals[0].error if seals[0] is not None else None
+    assert error is not None
+    assert (error.kind, error.ranks, error.field) == ("Divergence", (2,), "fingerprint")

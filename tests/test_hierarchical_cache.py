@@ -143,7 +143,7 @@ MISUSES: list[tuple[str, Callable[[HierarchicalCache], object]]] = [
     ("inserts 5 pages but holds 2 and owns 2", lambda cache: cache.insert("r", prompt("abxyz"))),
     ("other tokens", lambda cache: cache.insert("r", prompt("aZcd"))),
     ("owns 2 pages, not 3", lambda cache: cache.free("r", 3)),
-    ("owns 2 pages, not -1", lambda cache: cache.free("r", -1)),
+    ("at least 0", lambda cache: cache.free("r", -1)),
     ("before it matches again", lambda cache: cache.match_prefix(prompt("a"), request="r")),
     ("at least 1", lambda cache: cache.request_pages("r", 0)),
     ("at least 1", lambda cache: cache.allocate("r", -1)),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact.cache.requests.ticket import TicketState
 from kvpact.cache.tree.node import Tier
 from kvpact.cache.tree.side import SidePages, SideSpec, split_side
 from kvpact.consensus.core.errors import Misuse
+from kvpact.harness.verify.promises import incomplete
 from tests.cache_world import World, outcome, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -69,7 +70,7 @@ def test_what_a_node_needs() -> None:
 @pytest.mark.parametrize("need, window", [("window", 0), ("per_node", 2), ("per_page", 1)])
 def test_a_window_belongs_to_need_window(need: str, window: int) -> None:
     with pytest.raises(Misuse, match="window_pages"):
-        SideSpec("x", need, window)  # pyright: ignore[reportArgumentType]
+        SideSpec("x", need, window)
 
 
 @given(
@@ -274,3 +275,60 @@ def test_the_engines_own_pages_cannot_be_inserted() -> None:
     world.match("ab", "r")
     with pytest.raises(Misuse, match="propose_insert"):
         world.caches[0].insert("r", prompt("ab"))
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(list(Tier)), st.integers(1, 4)), max_size=2),
+    st.text("abx", max_size=6),
+)
+@settings(max_examples=25)
+def test_a_peek_says_what_a_match_finds_and_all_of_that_has_its_state(
+    texts: list[str], evicted: list[tuple[Tier, int]], asked: str
+) -> None:
+    world = beside()
+    for text in texts:
+        world.put(text)
+        world.drain()
+    for tier, num_pages in evicted:
+        world.evict(tier, num_pages)
+    peeked = world.peek(asked)
+    match = world.match(asked)[0]
+    assert peeked["device"] == match.device_pages
+    assert peeked["usable"] == match.device_pages + match.host_pages
+    assert [line for cache in world.caches for line in incomplete(cache, match)] == []
+    assert world.peek(asked) == peeked, "the match has cut nodes, not what can be used"
+
+
+def test_what_has_state_beside_it_is_not_fetched_from_storage_without_that() -> None:
+    world = beside((WINDOW,), storage=True)
+    world.store("abcd")
+    world.each(lambda cache: cache.reset())
+    tickets = world.fetch("abcd")
+    assert outcome(tickets) == (TicketState.REFUSED, 0)
+    assert {ticket.why for ticket in tickets} == {
+        "side pools are not stored: their state must be computed"
+    }
+    world.finish("fetch")
+    world.host_only("abcd")
+    tickets = world.load("abcd")
+    world.drain()
+    assert outcome(tickets) == (TicketState.READY, 4), "what is computed anew is whole"
+
+
+@LAGS
+def test_what_a_detach_keeps_is_charged_again_in_every_pool(lag: int) -> None:
+    world = beside(policy="detach", lag=lag)
+    world.store("abcd")
+    before = side_free(world)
+    world.caches[1].match_prefix(prompt("abcd"))  # one rank alone
+    world.checks = False
+    world.step_all(lag + 1)
+    world.checks = True
+    world.step()
+    assert world.same(lambda cache: cache.manager.epoch) == 1
+    assert world.peek("abcd") == {"device": 4, "host": 0, "usable": 4}
+    for spec in ALL:
+        name = spec.pool(DEVICE)
+        assert side_free(world)[name] == before[name]
+        assert world.same(lambda cache, pool=name: cache.manager.ledger.charged(pool)) > 0

@@ -105,7 +105,7 @@ class Copier:
 
     @property
     def room(self) -> int:
-        """CacheCore that can still be taken in this step."""
+        """Parts that can still be taken in this step."""
         return min(
             route.mover.room - sum(len(parts) for parts in route.waiting.values())
             for route in self._routes.values()

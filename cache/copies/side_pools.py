@@ -143,26 +143,36 @@ class SidePools:
             side.pools[tier].free(pages)
             ledger.refund(side.spec.pool(tier), len(pages))
 
-    def usable_end(self, path: Sequence[Node], tiers: Sequence[Tier]) -> int:
+    def usable_end(
+        self, path: Sequence[Node], tiers: Sequence[Tier], shared: int | None = None
+    ) -> int:
         """How many nodes of ``path`` can be used: up to the last after which every state is there.
 
-        A state counts where it is in one of ``tiers``.
+        A state counts where it is in one of ``tiers``. Of the last node ``shared`` pages are meant
+        (``None``: all).
         """
+        sizes = [node.num_pages for node in path]
+        if shared is not None and sizes:
+            sizes[-1] = shared
         for count in range(len(path), 0, -1):
-            if all(self._is_complete(side.spec, path[:count], tiers) for side in self._pools):
+            parts = list(zip(path[:count], sizes[:count], strict=True))
+            if all(self._is_complete(side.spec, parts, tiers) for side in self._pools):
                 return count
         return 0
 
-    def _is_complete(self, spec: SideSpec, path: Sequence[Node], tiers: Sequence[Tier]) -> bool:
-        left = {"per_page": 1 << 62, "per_node": 1, "window": spec.window_pages}[spec.need]
-        for node in reversed(path):
+    def _is_complete(
+        self, spec: SideSpec, parts: Sequence[tuple[Node, int]], tiers: Sequence[Tier]
+    ) -> bool:
+        """Whether the last positions, as far as the pool's need reaches, have their side pages."""
+        left = spec.reach
+        for node, num_pages in reversed(parts):
             there = {
                 position
                 for tier in tiers
                 if node.at(tier).is_published
                 for position, _ in node.at(tier).side.get(spec.name, [])
             }
-            for position in range(node.num_pages - 1, -1, -1):
+            for position in range(num_pages - 1, -1, -1):
                 if left == 0:
                     return True
                 if position not in there:

@@ -99,8 +99,11 @@ class EnginePages(Path):
 
     @property
     def is_pending(self) -> bool:
-        """Some ticket waits for a slot."""
-        return bool(self._waiting)
+        """A ticket waits for a slot, or the headroom has another size than it shall have and a step
+        can mend that."""
+        missing = self._target - len(self._stock)
+        is_short = missing > 0 and self._tiers.room(Tier.DEVICE) > 0
+        return bool(self._waiting) or missing < 0 or is_short
 
     def waits(self) -> dict[str, str]:
         """Who waits in line, and what for: agreed."""

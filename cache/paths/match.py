@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 
+from kvpact.cache.requests.namespaces import Namespaces
 from kvpact.cache.requests.results import Match
 from kvpact.cache.requests.table import RequestTable
 from kvpact.cache.residency.tiers import Tiers
@@ -18,21 +19,27 @@ __all__ = ["Lookup"]
 class Lookup:
     """Matches prompts against the tree. Only what is published in a tier is ever found."""
 
-    def __init__(self, tiers: Tiers, requests: RequestTable, journal: Journal) -> None:
+    def __init__(
+        self, tiers: Tiers, requests: RequestTable, namespaces: Namespaces, journal: Journal
+    ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
         self._requests = requests
+        self._namespaces = namespaces
         self._journal = journal
 
     def match(self, tokens: Tokens, namespace: str, request: str | None) -> Match:
         """See :meth:`kvpact.cache.hierarchical_cache.HierarchicalCache.match_prefix`."""
+        inner = self._namespaces.inner(namespace)
         owner = None if request is None else self._requests.get(request)
         if owner is not None and owner.held is not None and owner.private:
             raise Misuse(
                 f"request {request!r} owns pages that follow the prefix it holds: insert or free"
                 " them before it matches again"
             )
-        path = self.served(self._tree.match(tokens, namespace))
+        if owner is not None:
+            owner.requires(tokens, inner, "matches")
+        path = self.served(self._tree.match(tokens, inner))
         device = self._on_device(path)
         num_device = sum(node.num_pages for node in device)
         if self._journal.is_written:
@@ -55,27 +62,35 @@ class Lookup:
     def path_of(self, match: Match) -> list[Node]:
         """What of ``match`` can be served now: its own nodes, or what is there in their place.
 
-        A match of an earlier epoch, or of nodes that have left the tree, is looked up anew.
+        A match of an earlier epoch, of nodes that have left the tree, or of a namespace that was
+        dropped since, is looked up anew.
         """
-        node = match.node
+        node, inner = match.node, self._namespaces.inner(match.namespace)
         is_known = match.epoch == self._tiers.manager.epoch
-        if is_known and (node is None or self._tree.has(node)):
-            return self.served([] if node is None else node.path())
-        return self.served(self._tree.match(match.tokens, match.namespace))
+        if is_known and node is None:
+            return []
+        if is_known and node is not None and node.namespace == inner and self._tree.has(node):
+            return self.served(node.path())
+        return self.served(self._tree.match(match.tokens, inner))
 
     def peek(self, tokens: Tokens, namespace: str) -> dict[str, int]:
         """See :meth:`kvpact.cache.hierarchical_cache.HierarchicalCache.peek`."""
-        nodes, shared = self._tree.walk(tokens, namespace)
-        sizes = [node.num_pages for node in nodes[:-1]] + [shared] * bool(nodes)
-        sized = list(zip(nodes, sizes, strict=True))
+        nodes, shared = self._tree.walk(tokens, self._namespaces.inner(namespace))
+        side = self._tiers.side
 
-        def length(is_there: Callable[[Node], bool]) -> int:
-            return sum(size for _, size in takewhile(lambda pair: is_there(pair[0]), sized))
+        def length(is_there: Callable[[Node], bool], tiers: list[Tier]) -> int:
+            run = list(takewhile(is_there, nodes))
+            last = shared if len(run) == len(nodes) else None
+            count = side.usable_end(run, tiers, last) if side else len(run)
+            sizes = [node.num_pages for node in run]
+            if last is not None and run:
+                sizes[-1] = last
+            return sum(sizes[:count])
 
         return {
-            "device": length(lambda node: node.device.is_published),
-            "host": length(lambda node: node.host.is_published),
-            "usable": length(_is_served),
+            "device": length(lambda node: node.device.is_published, [Tier.DEVICE]),
+            "host": length(lambda node: node.host.is_published, [Tier.HOST]),
+            "usable": length(_is_served, list(Tier)),
         }
 
     def served(self, path: list[Node]) -> list[Node]:

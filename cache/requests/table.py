@@ -27,7 +27,9 @@ class RequestReport(msgspec.Struct, frozen=True):
 
 
 class Request:
-    """One live request. ``held`` is the deepest node of the path it pins on the device.
+    """One live request, the ``number``-th since the start.
+
+    ``held`` is the deepest node of the path it pins on the device.
 
     ``private`` are its own device pages, in the order of the prompt, that follow the held path.
     ``orphans`` are device pages that it held when an earlier epoch ended, ``side_orphans`` those
@@ -40,6 +42,7 @@ class Request:
         "host_hit_pages",
         "must_recompute",
         "name",
+        "number",
         "orphans",
         "private",
         "prompt_pages",
@@ -47,8 +50,9 @@ class Request:
         "why",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, number: int) -> None:
         self.name = name
+        self.number = number
         self.held: Node | None = None
         self.private: list[int] = []
         self.orphans: list[int] = []
@@ -59,7 +63,7 @@ class Request:
         self.must_recompute = False
         self.why = ""
 
-    def requires(self, tokens: Tokens, namespace: str) -> None:
+    def requires(self, tokens: Tokens, namespace: str, verb: str = "inserts") -> None:
         """Raise :class:`Misuse` unless ``tokens`` continue, or are part of, the prefix it holds."""
         position = 0
         for node in [] if self.held is None else self.held.path():
@@ -68,8 +72,9 @@ class Request:
             same = part.tobytes() == node.tokens[: len(part)].tobytes()
             if not same or node.namespace != namespace:
                 raise Misuse(
-                    f"request {self.name!r} inserts other tokens than those of the prefix it holds:"
-                    " insert its whole prompt, in the namespace in which it was matched"
+                    f"request {self.name!r} {verb} other tokens than those of the prefix it holds:"
+                    " hand in its whole prompt, in the namespace in which it was matched, or end it"
+                    " first"
                 )
 
     @property
@@ -85,6 +90,7 @@ class RequestTable:
         self._tree = tree
         self._live: dict[str, Request] = {}
         self.digest = 0
+        self.num_opened = 0
         #: Of the requests that have ended: pages of their prompts, and how many were found.
         self.prompt_pages = self.device_hit_pages = self.host_hit_pages = 0
 
@@ -102,7 +108,8 @@ class RequestTable:
         """The live request of this name; made where there is none."""
         request = self._live.get(name)
         if request is None:
-            request = Request(name)
+            self.num_opened += 1
+            request = Request(name, self.num_opened)
             self._live[name] = request
             self.digest = (self.digest + _digest(name)) & MASK62
         return request

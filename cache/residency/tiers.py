@@ -12,7 +12,7 @@ from typing import Protocol
 from kvpact.cache.copies.copier import Copier
 from kvpact.cache.copies.side_pools import SidePools
 from kvpact.cache.memory.page_pool import PagePool
-from kvpact.cache.tree.node import Node, Residency, Tier
+from kvpact.cache.tree.node import Node, Residency, Standing, Tier
 from kvpact.cache.tree.radix_tree import RadixTree
 from kvpact.consensus.core.manager import TransactionManager
 
@@ -131,6 +131,14 @@ class Tiers:
         self.evict_node(node, tier)
         self.prune()
         return gone
+
+    def evict_namespace(self, namespace: str) -> None:
+        """Nobody will ask for what is kept under this name: what may go of it goes at once."""
+        for node in reversed(list(self.tree.nodes())):  # children before parents
+            for tier in Tier:
+                if node.namespace == namespace and node.at(tier).standing is Standing.FREE:
+                    self.evict_node(node, tier)
+        self.prune()
 
     def evict_node(self, node: Node, tier: Tier) -> None:
         """Take a published node out of ``tier`` to make room."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvpact.cache.choices import PrefetchPolicy
 from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.requests.table import Request
 from kvpact.cache.requests.ticket import Ticket, TicketState
@@ -113,6 +114,9 @@ class Prefetch:
         tiers = self._tiers
         tiers.tree.pin_path(anchor, Tier.HOST)
         num_pages = min(total - start, tiers.room(Tier.HOST))
+        end = (start + max(0, num_pages)) * tiers.tree.page_size
+        fetch = _Fetch(ticket, np.array(tokens[:end]), namespace, start, anchor)
+        fetch.keys = self._io.keys_from(fetch.tokens, namespace)[start:]
         intent: Intent | None = None
         if num_pages >= self._minimum_pages and tiers.make_room(Tier.HOST, num_pages):
             intent = tiers.manager.open(
@@ -128,10 +132,7 @@ class Prefetch:
             tiers.manager.note("no room", Tier.HOST.value, ticket.request.name)
             ticket.refuse("no host pages can be had")
             return
-        end = (start + num_pages) * tiers.tree.page_size
-        fetch = _Fetch(ticket, np.array(tokens[:end]), namespace, start, anchor)
         fetch.intent = intent
-        fetch.keys = self._io.keys_from(fetch.tokens, namespace)[start:]
         self._fetches[intent.serial] = fetch
 
         def found(hits: int) -> None:
@@ -144,7 +145,7 @@ class Prefetch:
         clock_ms = self._tiers.manager.clock_ms
         for fetch in list(self._fetches.values()):
             intent = fetch.intent
-            if intent is None or intent.is_undecided or self._policy != "timeout":
+            if intent is None or intent.is_undecided or self._policy is not PrefetchPolicy.TIMEOUT:
                 continue
             if clock_ms - intent.opened_ms > self._timeout_ms:
                 self._stop(fetch)

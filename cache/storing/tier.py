@@ -30,6 +30,32 @@ class StorageState(enum.Enum):
     DETACHED = "detached"
 
 
+class StorageEvent(enum.Enum):
+    """What happens to the storage as a whole."""
+
+    ATTACH = "attach"  # agreed calls
+    DETACH = "detach"
+    CLEAR = "clear"
+    DRAINED = "drained"  # nothing is open any more
+    CLEARED = "cleared"  # all ranks have done it, or it was given up
+
+
+_ON, _DRAINING, _CLEARING, _OFF = StorageState
+#: What may happen in which state, and what follows; a call that is not here is a Misuse.
+_TABLE: dict[StorageState, dict[StorageEvent, StorageState]] = {
+    _ON: {StorageEvent.DETACH: _DRAINING, StorageEvent.CLEAR: _CLEARING},
+    _DRAINING: {StorageEvent.ATTACH: _ON, StorageEvent.DRAINED: _OFF},
+    _CLEARING: {StorageEvent.CLEARED: _ON},
+    _OFF: {StorageEvent.ATTACH: _ON},
+}
+_WHY = {
+    _ON: "it is attached",
+    _DRAINING: "it is being detached",
+    _CLEARING: "it is being cleared: step until has_pending() says no",
+    _OFF: "it is detached",
+}
+
+
 class StorageTier(Path):
     """Storage writes and prefetches, and whether there is a storage at all."""
 
@@ -85,44 +111,58 @@ class StorageTier(Path):
         self.storing.plan()
         self.prefetch.plan()
         if self.state is StorageState.DRAINING and not self._has_open:
-            self.state = StorageState.DETACHED
+            self.state = self._after(StorageEvent.DRAINED)
             self._tiers.manager.note("detached")
         if self.state is StorageState.DETACHED:
             self.storing.drop_queue()  # copies to staging that ended later
 
     def attach(self) -> None:
-        """Agreed call: new writes and prefetches may begin."""
+        """Agreed call: new writes and prefetches may begin.
+
+        Raises :class:`Misuse` where they may already, or while storage is being cleared.
+        """
+        after = self._after(StorageEvent.ATTACH)
         self._tiers.manager.note("attach")
-        self.state = StorageState.ATTACHED
+        self.state = after
 
     def detach(self, *, complete: bool) -> None:
         """Agreed call: nothing new begins; what is open is completed first.
 
-        Raises :class:`Misuse` where something is open and ``complete`` is False: nothing changed.
+        Raises :class:`Misuse` where something is open and ``complete`` is False, and where storage
+        is not attached: nothing changed.
         """
+        after = self._after(StorageEvent.DETACH)
         if self._has_open and not complete:
             raise Misuse(
                 "storage has writes or prefetches open: let them end, or detach with complete=True"
             )
         self._tiers.manager.note("detach")
-        if self.state is StorageState.ATTACHED:
-            self.state = StorageState.DRAINING if self._has_open else StorageState.DETACHED
+        self.state = after
+        if not self._has_open:
+            self.state = self._after(StorageEvent.DRAINED)
 
     def empty(self) -> None:
         """Agreed call: remove all that is stored, on every rank; attached again when all have.
 
         Raises :class:`Misuse` where something is open, or storage is not attached: nothing changed.
         """
-        if not self.is_attached or self._has_open:
-            raise Misuse("storage can be cleared only while it is attached and nothing is open")
+        after = self._after(StorageEvent.CLEAR)
+        if self._has_open:
+            raise Misuse("storage has writes or prefetches open: let them end before it is cleared")
         if not self.clearing.begin(self._cleared):
             raise Misuse("storage cannot be cleared now: no slot is free, try again after a step")
         self._tiers.manager.note("clear")
-        self.state = StorageState.CLEARING
+        self.state = after
 
     def _cleared(self) -> None:
-        if self.state is StorageState.CLEARING:
-            self.state = StorageState.ATTACHED
+        self.state = self._after(StorageEvent.CLEARED)
+
+    def _after(self, event: StorageEvent) -> StorageState:
+        """The state that follows. Raises :class:`Misuse` where ``event`` cannot happen now."""
+        after = _TABLE[self.state].get(event)
+        if after is None:
+            raise Misuse(f"{event.value}_storage() is not for now: {_WHY[self.state]}")
+        return after
 
     def resume(self, *, attached: bool) -> None:
         """Begin an epoch in a state that all ranks agreed on: nothing is open in it."""

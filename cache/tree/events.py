@@ -16,8 +16,8 @@ class CacheEvent(msgspec.Struct, frozen=True):
     """``kind`` is ``stored``, ``removed`` or ``cleared``; ``tier`` device, host or storage.
 
     ``pages`` are chained 64-bit hashes of token pages: equal prefixes have equal hashes, on every
-    rank. ``parent`` is the hash of the page before (0: these start the prompt). ``dropped`` on
-    ``cleared`` says that events were lost: whoever listens starts anew.
+    rank. ``parent`` is the hash of the page before (0: these start the prompt). After ``cleared``
+    nothing is known of ``tier``: whoever listens starts anew there.
     """
 
     kind: str

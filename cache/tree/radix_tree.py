@@ -53,12 +53,8 @@ class RadixTree:
     def walk(self, tokens: Tokens, namespace: str = "") -> tuple[list[Node], int]:
         """The nodes that ``tokens`` runs through, and how many pages of the last one it shares.
 
-        Changes nothing. Only whole pages count. Nodes of every residency are walked. Raises
-        :class:`Misuse` for anything but a 1-D int32 array.
+        Changes nothing. Only whole pages count. Nodes of every residency are walked.
         """
-        if tokens.dtype != _INT32 or tokens.ndim != 1:
-            # Children are found by the bytes of a page: other types would never match.
-            raise Misuse(f"tokens must be a 1-D int32 array, got {tokens.dtype} {tokens.shape}")
         nodes: list[Node] = []
         shared = 0
         node = self._roots.get(namespace)

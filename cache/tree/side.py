@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
+from kvpact.cache.choices import SideNeed
 from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.border import as_choice, as_count, as_text
 from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["SidePages", "SideSpec", "split_side"]
@@ -16,20 +16,33 @@ SidePages = dict[str, list[tuple[int, int]]]
 
 
 class SideSpec(msgspec.Struct, frozen=True):
-    """What nodes need of a side pool, equal on all ranks; ``window_pages`` only for ``window``."""
+    """What nodes need of a side pool, equal on all ranks; ``window_pages`` only for ``window``.
+
+    ``need`` is a word of :class:`~kvpact.cache.choices.SideNeed`.
+    """
 
     name: str
-    need: Literal["per_page", "per_node", "window"]
+    need: str
     window_pages: int = 0
 
     def __post_init__(self) -> None:
-        if (self.need == "window") != (self.window_pages > 0):
+        as_text("the name of a side pool", self.name)
+        need = as_choice(f"side pool {self.name}: need", SideNeed, self.need)
+        msgspec.structs.force_setattr(self, "need", need)
+        as_count(f"side pool {self.name}: window_pages", self.window_pages)
+        if (need is SideNeed.WINDOW) != (self.window_pages > 0):
             raise Misuse(f"side pool {self.name}: window_pages belongs to need 'window' only")
 
     def positions(self, num_pages: int) -> range:
         """The positions of a new node of ``num_pages`` that have a side page."""
-        reach = {"per_page": num_pages, "per_node": 1, "window": self.window_pages}[self.need]
-        return range(max(0, num_pages - reach), num_pages)
+        return range(max(0, num_pages - self.reach), num_pages)
+
+    @property
+    def reach(self) -> int:
+        """How many of the last positions of a prefix must have a side page for it to be used."""
+        if self.need is SideNeed.PER_PAGE:
+            return 1 << 62
+        return 1 if self.need is SideNeed.PER_NODE else self.window_pages
 
     def pool(self, tier: Tier) -> str:
         """The name of its pool in ``tier``."""

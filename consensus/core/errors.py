@@ -31,11 +31,12 @@ __all__ = [
 #: What to look at where ranks differ in a field of the ballot's header.
 _BY_FIELD: Final = {
     "schema": "start all ranks with the same configuration and the same version of kvpact",
-    "epoch": "one rank alone called reset(), attach_storage() or detach_storage(): such calls are"
-    " made on every rank between the same two steps",
+    "epoch": "one rank alone called reset(): such calls are made on every rank between the same two"
+    " steps",
     "step": "a collective was skipped or made twice: find who else posts to this group",
     "iteration": "the named rank's scheduler skipped or repeated an iteration: step() belongs at"
-    " one place of its loop, unconditionally, also when the engine is idle",
+    " one place of its loop, unconditionally, also when the engine is idle; or it alone called"
+    " decide(): that must hang on agreed state",
     "round": "decide() was called on some ranks only: it must hang on agreed state",
     "fingerprint": "look at the first decision that differs: that call was made on some ranks only,"
     " in another order or with other arguments; find what made the named rank's scheduler choose"

@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from kvpact.consensus.core.ballot import MASK62
-from kvpact.consensus.core.errors import BadInput
+from kvpact.consensus.core.errors import BadInput, Misuse
 from kvpact.consensus.core.files import open_regular
 
 __all__ = ["HEADER", "Entry", "Journal", "Value", "first_difference", "read_journal"]
@@ -71,10 +71,18 @@ class Journal:
                 raise BadInput(f"cannot write the journal {path}: {error.strerror}") from error
 
     def note(self, tag: str, *values: Value) -> None:
-        """A decision, the same on every rank: enters the ring, the fingerprint and the file."""
-        self.fingerprint = (
-            xxhash.xxh3_64_intdigest(_encode((tag, values)), seed=self.fingerprint) & MASK62
-        )
+        """A decision, the same on every rank: enters the ring, the fingerprint and the file.
+
+        Raises :class:`Misuse`, and has changed nothing, for values that cannot be written.
+        """
+        try:
+            line = _encode((tag, values))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise Misuse(
+                f"{tag} {values!a} cannot be written into the journal ({error}): decisions are"
+                " told with texts and whole numbers of 64 bits"
+            ) from None
+        self.fingerprint = xxhash.xxh3_64_intdigest(line, seed=self.fingerprint) & MASK62
         entry = Entry(self.count, self.epoch, self.step, tag, values)
         self.count += 1
         self._tail.append(entry)

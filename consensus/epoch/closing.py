@@ -18,7 +18,15 @@ import msgspec
 
 from kvpact.consensus.core.errors import Misuse, RankStalled, StoreForged
 from kvpact.consensus.epoch.judge import judge
-from kvpact.consensus.epoch.report import Incident, LastSeen, Policy, Report, Seal, SealedError
+from kvpact.consensus.epoch.report import (
+    Incident,
+    LastSeen,
+    Policy,
+    Report,
+    Seal,
+    SealedError,
+    packed_report,
+)
 from kvpact.consensus.transport.envelope import decode
 from kvpact.consensus.transport.store import Store
 
@@ -141,7 +149,7 @@ class Closer:
         self._report = report
         self._look_at = now_s + grace_s / 4
         self._give_up_at = now_s + grace_s
-        self._store.set(self._key("report", self.rank), msgspec.msgpack.encode(report))
+        self._store.set(self._key("report", self.rank), packed_report(report))
         at = f"{self.epoch} {report.at_step}" if report.cause == "mismatch" else _NOW
         self._store.set(self._key("closing"), at.encode())
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 
 from kvpact.consensus.core.ballot import Header
+from kvpact.consensus.core.border import as_choice, as_count, as_seconds
 from kvpact.consensus.core.errors import (
     Divergence,
     KvpactError,
@@ -18,25 +21,47 @@ from kvpact.consensus.core.errors import (
 )
 from kvpact.consensus.core.journal import Entry
 
-__all__ = ["Closing", "Incident", "LastSeen", "Policy", "Report", "Seal", "SealedError"]
+__all__ = [
+    "Closing",
+    "Incident",
+    "LastSeen",
+    "Policy",
+    "PolicyKind",
+    "Report",
+    "Seal",
+    "SealedError",
+    "packed_report",
+]
 
 #: What may follow the end of an epoch.
 Closing = str
 
 
+class PolicyKind(enum.StrEnum):
+    """What follows a divergence; anything else always raises."""
+
+    RAISE = "raise"  # every rank raises the sealed error
+    RESET = "reset"  # all ranks drop to an empty cache in a new epoch, and go on
+    DETACH = "detach"  # likewise, but what all have on the device is kept; the other tiers stay off
+    OBSERVE = "observe"  # report, change nothing, never raise
+
+
 class Policy(msgspec.Struct, frozen=True):
     """What the caller wants after a divergence; anything else always raises.
 
-    ``raise``: every rank raises the sealed error. ``reset``: all ranks drop to an empty cache in a
-    new epoch and go on. ``detach``: likewise, but what all ranks have on the device is kept, and
-    the other tiers stay off. ``observe``: report, change nothing, never raise.
-
-    At most ``max_resets`` within ``window_s`` (by the clock of the rank that seals), then raise.
+    ``kind`` is a word of :class:`PolicyKind`. At most ``max_resets`` within ``window_s`` (by the
+    clock of the rank that seals), then raise.
     """
 
-    kind: str = "raise"
+    kind: str = PolicyKind.RAISE
     max_resets: int = 3
     window_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        kind = as_choice("policy", PolicyKind, self.kind)
+        msgspec.structs.force_setattr(self, "kind", kind)
+        as_count("max_resets", self.max_resets)
+        as_seconds("window_s", self.window_s)
 
 
 class LastSeen(msgspec.Struct, frozen=True):
@@ -82,6 +107,29 @@ class Report(msgspec.Struct, frozen=True):
     phase: str = ""
     waited_s: float = 0.0
     num_resets: int = 0
+
+
+def packed_report(report: Report) -> bytes:
+    """``report`` for the store. What cannot be written of it is told as well as it can be: nothing
+    that an engine put into a decision takes the place of the error that is being reported."""
+    try:
+        return msgspec.msgpack.encode(report)
+    except (ValueError, TypeError, OverflowError):
+        return msgspec.msgpack.encode(_writable(msgspec.to_builtins(report)))
+
+
+def _writable(value: object) -> object:
+    """``value`` with what msgpack cannot take in another form."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int):
+        return max(-(1 << 63), min(value, (1 << 63) - 1))
+    if isinstance(value, dict):
+        members = cast("dict[object, object]", value).items()
+        return {_writable(key): _writable(one) for key, one in members}
+    if isinstance(value, list | tuple):
+        return [_writable(one) for one in cast("Sequence[object]", value)]
+    return value
 
 
 class SealedError(msgspec.Struct, frozen=True):

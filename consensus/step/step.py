@@ -273,13 +273,17 @@ class Stepper:
         """Go on stepping until :class:`PeerLeft` is raised: then all ranks have heard of it."""
         self._is_leaving = True
 
+    def require_idle(self) -> None:
+        """Raise :class:`Misuse` inside a step: a new epoch begins between two."""
+        if self._stage is not Stage.IDLE:
+            raise Misuse("a new epoch cannot begin inside a step")
+
     def renew(self, usable: dict[str, int]) -> None:
         """An agreed call between two steps: begin a new epoch with the group as it is.
 
         What is in flight still arrives, and is not settled.
         """
-        if self._stage is not Stage.IDLE:
-            raise Misuse("a new epoch cannot begin inside a step")
+        self.require_idle()
         self.change.restart(usable)
         self._forget_epoch()
 

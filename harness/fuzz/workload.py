@@ -16,6 +16,7 @@ from kvpact.harness.scenario.model import (
     DetachStorage,
     Do,
     Drain,
+    DropNamespace,
     Evict,
     Fault,
     Finish,
@@ -68,6 +69,7 @@ _WEIGHTS: Final[dict[str, float]] = {
     "new_weights": 0.3,
     "pause": 0.2,
     "idle": 0.2,
+    "drop_namespace": 0.5,
     "diverge": 0.5,
     "step": 10,
     "decide": 1,
@@ -120,7 +122,9 @@ class Workload:
             "take": self._take,
             "compute": lambda: Compute(number=0, request=self._running()),
             "free": lambda: Free(number=0, request=self._running(), pages=draw.randint(1, 3)),
-            "headroom": lambda: Headroom(number=0, pages=draw.randint(0, 4)),
+            "headroom": lambda: Headroom(
+                number=0, pages=draw.randint(0, min(4, *world.device_pages))
+            ),
             "step": self._step,
             "decide": lambda: Decide(number=0),
             "fault": self._fault,
@@ -134,6 +138,7 @@ class Workload:
             "new_weights": lambda: NewWeights(number=0, version=str(draw.randint(1, 3))),
             "idle": lambda: Idle(number=0, seconds=draw.choice(_UPTIMES_S)),
             "pause": lambda: Pause(number=0, seconds=draw.choice((0.01, 0.5, 3.0))),
+            "drop_namespace": lambda: DropNamespace(number=0, namespace=self._namespace()),
             "diverge": self._diverge,
         }
 

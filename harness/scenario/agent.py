@@ -6,6 +6,7 @@ done afterwards, over all ranks, by :mod:`kvpact.harness.scenario.world`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 from kvpact.cache.hierarchical_cache import Match, StepResult
 from kvpact.cache.memory.content import page_hashes
 from kvpact.cache.requests.ticket import Ticket, TicketState
-from kvpact.cache.tree.node import Residency, Tier
-from kvpact.consensus.core.errors import InternalError, KvpactError
+from kvpact.cache.tree.node import Residency, Tier, Tokens
+from kvpact.consensus.core.errors import InternalError, KvpactError, Misuse
 from kvpact.consensus.epoch.report import Incident
 from kvpact.harness.faults.board import FaultBoard
 from kvpact.harness.rank.rank import Rank
@@ -35,6 +36,7 @@ from kvpact.harness.scenario.model import (
     DetachStorage,
     Do,
     Drain,
+    DropNamespace,
     Evict,
     Expect,
     Fault,
@@ -61,25 +63,15 @@ from kvpact.harness.scenario.model import (
 )
 from kvpact.harness.scenario.router import Listener
 from kvpact.harness.verify.agreement import Snapshot, snapshot
-from kvpact.harness.verify.promises import broken_promises, leftovers
+from kvpact.harness.verify.promises import broken_promises, incomplete, leftovers
 
 __all__ = ["Agent", "Observation", "Raised", "RankRecord"]
 
 
 #: What only an engine that owns its pages asks for, and with it all that is not a scheduler's call.
 Driven = Admit | Take | Compute | Free | Headroom
-Managed = (
-    Driven
-    | Flush
-    | Fault
-    | Heal
-    | Reset
-    | NewWeights
-    | Settle
-    | AttachStorage
-    | ClearStorage
-    | DetachStorage
-)
+Admin = Reset | NewWeights | DropNamespace | AttachStorage | ClearStorage | DetachStorage
+Managed = Driven | Admin | Flush | Fault | Heal | Settle
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -246,14 +238,16 @@ class Agent:
                 self._let_go()
             case Flush():
                 self.cache.flush()
+            case DropNamespace():
+                self.cache.drop_namespace(entry.namespace)
             case Settle():
                 self.cache.settle_for_prefetch(entry.request)
             case AttachStorage():
-                self.cache.attach_storage()
+                self._switch_storage(entry, self.cache.attach_storage)
             case ClearStorage():
                 self.cache.clear_storage()
             case DetachStorage():
-                self.cache.detach_storage()
+                self._switch_storage(entry, self.cache.detach_storage)
             case _:
                 self._drive(entry)
 
@@ -269,6 +263,17 @@ class Agent:
                 self._engine.free(entry.request, entry.pages)
             case Headroom():
                 self.cache.expect_pages(entry.pages)
+
+    def _switch_storage(self, entry: Do, call: Callable[[], None]) -> None:
+        """On where it is on already, and the like: refused, and nothing has changed."""
+        before = self.cache.journal.fingerprint
+        try:
+            call()
+        except Misuse:
+            if self.cache.journal.fingerprint != before:
+                self.record.broken.append(f"entry {entry.number}: a misuse changed something")
+            if entry.raises is not None:
+                raise
 
     def _prefetch(self, entry: Prefetch) -> None:
         tokens = expand(entry.tokens)
@@ -293,25 +298,48 @@ class Agent:
             self._holding.add(entry.request)
 
     def _load_back(self, entry: LoadBack) -> None:
-        match = self.cache.match_prefix(
-            expand(entry.tokens), namespace=entry.namespace, request=entry.request
-        )
+        self._end_other(entry.request, expand(entry.tokens), entry.namespace)
+        match = self._found(expand(entry.tokens), entry.namespace, entry.request)
         self._tickets[entry.request] = self.cache.request_load_back(
             entry.request, match, pages_max=entry.pages_max
         )
         self._let_go()
 
+    def _end_other(self, name: str, tokens: Tokens, namespace: str) -> None:
+        """A name is used for another prompt: its first request is over, as it is for an engine."""
+        live = self.cache.requests.get(name)
+        if live is None or live.held is None:
+            return
+        try:
+            live.requires(tokens, self.cache.namespaces.inner(namespace), "matches")
+        except Misuse:
+            self._end(name)
+            self.cache.abort(name)
+
     def _match(self, entry: TakeMatch) -> None:
         pin = entry.request if entry.pin else None
         tokens = expand(entry.tokens)
-        self._matches[entry.request] = self.cache.match_prefix(
-            tokens, namespace=entry.namespace, request=pin
-        )
+        if pin is not None:
+            self._end_other(pin, tokens, entry.namespace)
+        self._matches[entry.request] = self._found(tokens, entry.namespace, pin)
         tokens[:] = -1  # the caller's buffer is its own: it may be another prompt's by now
+
+    def _found(self, tokens: Tokens, namespace: str, request: str | None) -> Match:
+        """Match; what was found is what a peek says, and has all its state in side pools."""
+        peeked = self.cache.peek(tokens, namespace=namespace)
+        match = self.cache.match_prefix(tokens, namespace=namespace, request=request)
+        found = {"device": match.device_pages, "usable": match.device_pages + match.host_pages}
+        if found != {name: peeked[name] for name in found}:
+            self.record.broken.append(
+                f"rank {self.record.rank}: a peek says {peeked}, the match {found}"
+            )
+        self.record.broken += incomplete(self.cache, match)
+        return match
 
     def _load_match(self, entry: LoadMatch) -> None:
         match = self._matches.pop(entry.request, None)
         if match is not None:
+            self._end_other(entry.request, match.tokens, match.namespace)
             self._tickets[entry.request] = self.cache.request_load_back(entry.request, match)
             self.record.broken += self._other_prompts(entry.request, match)
             self._let_go()
@@ -321,7 +349,7 @@ class Agent:
         live = self.cache.requests.require(name)
         held = [] if live.held is None else live.held.path()
         tokens = [int(token) for node in held for token in node.tokens]
-        spaces = {node.namespace for node in held} - {match.namespace}
+        spaces = {node.namespace for node in held} - {self.cache.namespaces.inner(match.namespace)}
         if tokens == match.tokens[: len(tokens)].tolist() and not spaces:
             return []
         return [f"rank {self.record.rank}: request {name} holds another prompt than it matched"]
@@ -485,24 +513,30 @@ class Agent:
         """Leading pages of a prefix whose storage write ended well on every rank."""
         namespace, ranges = parse_prefix(text)
         size = self.scenario.world.page_size
-        hashes = page_hashes(expand(ranges), size, namespace=namespace)
+        inner = self.cache.namespaces.inner(namespace)
+        hashes = page_hashes(expand(ranges), size, namespace=inner)
         return sum(1 for _ in takewhile(self._listener.stored.__contains__, hashes))
 
     def _is_right(self, text: str) -> int:
         """1: all of the prefix that is on DEVICE has the right bytes."""
         namespace, ranges = parse_prefix(text)
-        nodes, _ = self.cache.tree.walk(expand(ranges), namespace)
+        nodes, _ = self.cache.tree.walk(expand(ranges), self.cache.namespaces.inner(namespace))
         return int(not self.rank.wrong_bytes([n for n in nodes if n.device.is_published]))
 
 
 def _prompts(scenario: Scenario) -> list[tuple[NDArray[np.int32], str]]:
-    """Every prompt that the file names, with its namespace."""
+    """Every prompt that the file names, with the inner names of its namespace."""
     prompts = [
         (entry.tokens, entry.namespace)
         for entry in scenario.do
         if isinstance(entry, Insert | LoadBack | Prefetch | Admit | TakeMatch)
     ]
-    return [(expand(tokens), namespace) for tokens, namespace in dict.fromkeys(prompts)]
+    drops = Counter(one.namespace for one in scenario.do if isinstance(one, DropNamespace))
+    return [
+        (expand(tokens), f"{namespace}\0{number}" if number else namespace)
+        for tokens, namespace in dict.fromkeys(prompts)
+        for number in range(drops[namespace] + 1)
+    ]
 
 
 def _brought(ticket: Ticket) -> int:

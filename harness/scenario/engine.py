@@ -45,7 +45,8 @@ class Engine:
         """Match and pin; ask for the part on HOST where ``load`` says so."""
         if name in self._running or self._cache.requests.get(name) is not None:
             return
-        hashes = page_hashes(tokens, self._cache.config.page_size, namespace=namespace)
+        inner = self._cache.namespaces.inner(namespace)
+        hashes = page_hashes(tokens, self._cache.config.page_size, namespace=inner)
         running = self._running[name] = _Running(tokens, namespace, hashes)
         match = self._cache.match_prefix(tokens, namespace=namespace, request=name)
         if load:

@@ -31,6 +31,7 @@ __all__ = [
     "DetachStorage",
     "Do",
     "Drain",
+    "DropNamespace",
     "Entry",
     "Evict",
     "Expect",
@@ -309,6 +310,12 @@ class NewWeights(Entry, frozen=True, kw_only=True, tag="new_weights"):
     version: Name
 
 
+class DropNamespace(Entry, frozen=True, kw_only=True, tag="drop_namespace"):
+    """Nothing that was computed under this name is served again."""
+
+    namespace: str = ""
+
+
 class AttachStorage(Entry, frozen=True, kw_only=True, tag="attach_storage"):
     """Admin: the storage tier on."""
 
@@ -394,6 +401,7 @@ Do = (
     | Drain
     | Reset
     | NewWeights
+    | DropNamespace
     | AttachStorage
     | ClearStorage
     | DetachStorage

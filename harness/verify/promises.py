@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvpact.cache.hierarchical_cache import HierarchicalCache
+from kvpact.cache.hierarchical_cache import HierarchicalCache, Match
 from kvpact.cache.paths.buffer_flush import BufferFlush
 from kvpact.cache.paths.write_back import WriteBack
 from kvpact.cache.tree.node import STORAGE, Node, Residency, Tier
 from kvpact.consensus.core.participant import Intent
 from kvpact.consensus.core.transaction import State
 
-__all__ = ["broken_promises", "leftovers"]
+__all__ = ["broken_promises", "incomplete", "leftovers"]
 
 
 _TIERS = tuple(Tier)
@@ -82,6 +82,24 @@ def _node(cache: HierarchicalCache, node: Node) -> list[str]:
     if is_nowhere and not node.children:
         found.append(f"{node!r} is a leaf in no tier")
     return found
+
+
+def incomplete(cache: HierarchicalCache, match: Match) -> list[str]:
+    """States in side pools that are missing of what ``match``, just made, promises to serve."""
+    found: list[str] = []
+    path = [] if match.node is None else match.node.path()
+    for spec in cache.config.side_pools:
+        has_state: list[bool] = []
+        for node in path:
+            side = [node.at(tier).side.get(spec.name, []) for tier in _TIERS]
+            positions = {position for pages in side for position, _ in pages}
+            has_state += [position in positions for position in range(node.num_pages)]
+        needed = {"per_page": len(has_state), "per_node": 1, "window": spec.window_pages}[spec.need]
+        first = max(0, len(has_state) - needed)
+        missing = [at for at in range(first, len(has_state)) if not has_state[at]]
+        if missing:
+            found.append(f"a match serves {len(has_state)} pages, {spec.name} lacks {missing}")
+    return [f"rank {cache.rank}: {line}" for line in found]
 
 
 def _held(cache: HierarchicalCache) -> list[str]:
