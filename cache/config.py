@@ -76,6 +76,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``verifies_copies``: compare the bytes of each copy at its end; what differs counts as failed.
     ``progress_timeout_s`` (agreed clock): what is open or waits in line for longer ends the epoch
     on all ranks with ``ProgressLost``; 0 means ten times ``copy_timeout_s``, at least 300 s.
+    ``freezes_gc``: once joined, collect garbage and take all that is there by then (``gc.freeze``)
+    out of what Python's collector walks from now on; see docs/operating.md.
     ``integrity_every_steps``: how often a step ends with a full self-check (0: never).
     """
 
@@ -112,6 +114,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     write_queue_nodes_max: int = 1 << 16
     waiting_tickets_max: int = 4096
     integrity_every_steps: int = 0
+    freezes_gc: bool = False
 
     def __post_init__(self) -> None:
         as_text("weights", self.weights)

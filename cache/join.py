@@ -6,6 +6,8 @@ of their own: pools that refuse, a mover with faults, a group that is simulated.
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +33,8 @@ from kvpact.consensus.membership import DEFAULT_NAME, Membership, check_ranks
 from kvpact.consensus.provenance import require_installed_files
 
 __all__ = ["join_cache", "join_replica", "make_mover", "make_pools", "make_tensors"]
+
+_log = logging.getLogger("kvpact")
 
 
 def join_cache(
@@ -130,6 +134,10 @@ def join_cache(
         membership.watch_over(cache.stepper)
         closing.enter_context(parts.pop_all())
         closing.callback(membership.leave, leave_timeout_s)
+        if config.freezes_gc:
+            gc.collect()
+            gc.freeze()
+            _log.info("gc.freeze: %d objects are not walked any more", gc.get_freeze_count())
         return cache
 
 

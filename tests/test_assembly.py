@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -69,6 +71,18 @@ def test_one_call_makes_a_cache_that_works(port: int, tmp_path: Path) -> None:
     assert not kvpact_threads()
     with pytest.raises(Misuse, match="is closed"):
         cache.step(50)
+
+
+@pytest.mark.ranks
+def test_the_collector_no_longer_walks_what_was_there_before(port: int) -> None:
+    config = msgspec.structs.replace(CONFIG, freezes_gc=True)
+    assert gc.get_freeze_count() == 0
+    try:
+        with join_cache(config, "127.0.0.1", port, name="frozen", rank=0, ranks=[0]) as cache:
+            assert gc.get_freeze_count() > 10_000
+            cache.step(1)
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.ranks

@@ -51,10 +51,10 @@ class StorageIo:
             at = at.parent
         for below in reversed(chain):
             above = below.parent
-            known = above.keys if above is not None else []
+            known = above.keys if above is not None else ()
             parent = known[-1] if known else self.keys.start(below.namespace)
-            below.keys = self.keys.extend(parent, below.tokens)
-        return node.keys
+            below.keys = tuple(self.keys.extend(parent, below.tokens))
+        return list(node.keys)
 
     def keys_from(self, tokens: Tokens, namespace: str) -> list[bytes]:
         """The content keys of the whole pages of a prompt."""

@@ -51,7 +51,8 @@ class EnginePages(Path):
         """Pages out of the headroom, now; ``None``: it has not as many (ask by ticket)."""
         if num_pages > len(self._stock):
             return None
-        pages, self._stock = self._stock[:num_pages], self._stock[num_pages:]
+        pages = self._stock[-num_pages:]  # off the end: the headroom may be large
+        del self._stock[-num_pages:]
         request.private += pages
         self._tiers.manager.note("allocate", request.name, num_pages)
         return pages

@@ -282,7 +282,7 @@ class LoadBack(Path):
             target = carriage.pages[position : position + node.num_pages]
             position += node.num_pages
             if target:
-                parts.append((node.host.pages[: len(target)], target))
+                parts.append((list(node.host.pages[: len(target)]), target))
         carriage.expect_parts([len(target) for _, target in parts])
         side = self._tiers.side.copies(carriage.nodes, carriage, [])
         on_end = partial(self._part_ended, carriage)

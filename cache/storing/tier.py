@@ -100,7 +100,7 @@ class StorageTier(Path):
             return
         for node in nodes:
             self._tiers.tree.pin(node, Tier.HOST)
-            self.storing.add([node], node.host.pages, self._unpin)
+            self.storing.add([node], list(node.host.pages), self._unpin)
 
     def _unpin(self, nodes: list[Node], stored: int) -> None:
         for node in nodes:

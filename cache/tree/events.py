@@ -78,5 +78,5 @@ class EventLog:
             above = below.parent
             previous = above.hashes[-1] if above is not None and above.hashes else 0
             namespace = "" if previous else below.namespace
-            below.hashes = page_hashes(below.tokens, self._page_size, previous, namespace)
-        return node.hashes
+            below.hashes = tuple(page_hashes(below.tokens, self._page_size, previous, namespace))
+        return list(node.hashes)

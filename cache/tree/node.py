@@ -65,7 +65,7 @@ class Presence:
 
     def __init__(self) -> None:
         self.state = Residency.ABSENT
-        self.pages: list[int] = []
+        self.pages: tuple[int, ...] = ()
         self.side: dict[str, list[tuple[int, int]]] = {}  # see cache.side_pools
         self.pins = 0
         self.num_children = 0
@@ -81,6 +81,9 @@ class Presence:
 
 class Node:
     """A run of pages below its parent. ``tokens`` has ``num_pages * page_size`` entries, int32.
+
+    A cache has many: what is empty is one shared tuple, and tuples of numbers and arrays are
+    nothing that Python's collector walks. So a leaf costs it three objects.
 
     ``node_id`` and ``last_access`` come from the tree's logical clock, so they are the same on
     every rank; page indices are not.
@@ -132,11 +135,11 @@ class Node:
         # fails, what was computed is void.
         self.built_on: tuple[Carriage, ...] = ()
         # Every open intent about this node, draining ones too: a split must tell them all.
-        self.carriages: list[Carriage] = []
+        self.carriages: tuple[Carriage, ...] = ()
         # Names of its pages, once somebody has asked for them: in storage (this rank's own), and
         # in events (equal on all ranks).
-        self.keys: list[bytes] = []
-        self.hashes: list[int] = []
+        self.keys: tuple[bytes, ...] = ()
+        self.hashes: tuple[int, ...] = ()
         self.is_alive = True
         self.is_queued = False
         self.is_stored = False  # buffer-only: it came from storage, or was handed to it
@@ -265,22 +268,22 @@ class Carriage:
         """From now on the nodes know of it."""
         for node in self.nodes:
             node.at(self.tier).carriage = self
-            node.carriages.append(self)
+            node.carriages = (*node.carriages, self)
 
     def follow(self) -> None:
         """Only hear of splits: the nodes are in the tier already."""
         for node in self.nodes:
-            node.carriages.append(self)
+            node.carriages = (*node.carriages, self)
 
     def unfollow(self) -> None:
         """Hear of no more splits."""
         for node in self.nodes:
-            node.carriages.remove(self)
+            node.carriages = tuple(one for one in node.carriages if one is not self)
 
     def follow_split(self, lower: Node, upper: Node) -> None:
         """``lower`` was cut and ``upper`` is its new first part."""
         self.nodes.insert(self.nodes.index(lower), upper)
-        upper.carriages.append(self)
+        upper.carriages = (*upper.carriages, self)
 
     def let_go(self) -> None:
         """It will not bring the nodes any more; another intent may. Its copy may still run."""
@@ -293,5 +296,5 @@ class Carriage:
         self.let_go()
         nodes, self.nodes = self.nodes, []
         for node in nodes:
-            node.carriages.remove(self)
+            node.carriages = tuple(one for one in node.carriages if one is not self)
         return nodes

@@ -10,7 +10,7 @@ is there. So eviction takes leaves of the tier first, and a match is one walk do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -152,20 +152,19 @@ class RadixTree:
     # -- residency -------------------------------------------------------------------------------
 
     def place(
-        self, node: Node, tier: Tier, state: Residency, pages: list[int] | None = None
+        self, node: Node, tier: Tier, state: Residency, pages: Sequence[int] | None = None
     ) -> None:
         """Set the residency of ``node`` in ``tier``; published states take the pages with them.
 
         Raises :class:`InternalError` where the number of pages is not that of the node.
         """
         presence = node.at(tier)
+        kept = presence.pages if pages is None else tuple(pages)
         if state < Residency.COPYING:
-            pages = []
-        elif pages is None:
-            pages = presence.pages
-        if state >= Residency.COPYING and len(pages) != node.num_pages:
-            raise InternalError(f"{node!r} gets {len(pages)} pages in {tier.value}")
-        presence.pages = pages
+            kept = ()
+        elif len(kept) != node.num_pages:
+            raise InternalError(f"{node!r} gets {len(kept)} pages in {tier.value}")
+        presence.pages = kept
         before, presence.state = presence.state, state
         self._stand(node, tier)
         if (before is Residency.ABSENT) != (state is Residency.ABSENT) and node.parent is not None:
