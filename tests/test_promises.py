@@ -168,7 +168,7 @@ def test_one_outcome(lag: int) -> None:
     def breaks() -> None:
         raise MemoryError("no more")
 
-    world.caches[1].load_back.plan = breaks
+    world.caches[1].tiers.copier.collect = breaks
     errors: list[str] = []
     for cache in world.caches:
         cache.begin_step(world.iteration + 1)
