@@ -16,6 +16,7 @@ from kvpact.cache.copies.mover import Direction, Mover
 from kvpact.cache.copies.side_pools import SidePool, SidePools
 from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.memory.page_pool import PagePool
+from kvpact.cache.paths.admission import Admission
 from kvpact.cache.paths.backup import Backup
 from kvpact.cache.paths.buffer_flush import BufferFlush
 from kvpact.cache.paths.engine_pages import EnginePages
@@ -29,7 +30,7 @@ from kvpact.cache.paths.write_back import WriteBack
 from kvpact.cache.paths.write_through import WriteThrough
 from kvpact.cache.requests.namespaces import Namespaces
 from kvpact.cache.requests.orphans import Orphans
-from kvpact.cache.requests.table import RequestTable
+from kvpact.cache.requests.table import Request, RequestTable
 from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.residency.withdrawal import Withdrawal
@@ -114,12 +115,23 @@ class CacheCore:
         self.engine_pages = EnginePages(
             self.tiers, headroom_pages=config.headroom_pages, waiting_max=waiting_max
         )
+        self.admission = Admission(
+            self.tiers,
+            self.requests,
+            self.lookup,
+            self.load_back,
+            self.engine_pages,
+            self.withdrawal,
+            is_fetching=self._is_fetching,
+            waiting_max=waiting_max,
+        )
 
         every = (
             self.engine_pages,
             self.insert_line,
             self.insertion,
             self.load_back,
+            self.admission,
             self.backup,
             self.storage,
             self.staged_loads,
@@ -181,6 +193,11 @@ class CacheCore:
         for hear in self._hear:
             hear()
 
+    def _is_fetching(self, request: Request) -> bool:
+        """Something of ``request`` is still on its way from elsewhere: agreed."""
+        is_fetching = self.storage is not None and self.storage.prefetch.is_pending(request)
+        return is_fetching or self.load_back.is_asked(request)
+
     # -- looking in ------------------------------------------------------------------------------
 
     def usable(self, pool: str) -> int:
@@ -228,6 +245,9 @@ class CacheCore:
             "loads_aborted": load.num_aborts,
             "loads_no_room": load.num_no_room,
             "refused": self.insertion.num_refused,
+            "admitted": self.admission.num_admitted,
+            "admissions_refused": self.admission.num_refused,
+            "admissions_again": self.admission.num_tries,
             "pages_refused": self.engine_pages.num_refused,
             "writes_submitted": submitted[Direction.TO_HOST],
             "loads_submitted": submitted[Direction.TO_DEVICE],

@@ -8,6 +8,7 @@ evict), which every rank makes in the same order between two steps, or reads agr
     insert            -> own_insert -> write_through -\\
     propose_insert    -> insert_line -> insertion ------+-> step: collect endings, plan, reserve,
     request_load_back -> load_back ---------------------|   start copies, post one ballot,
+    admit             -> admission --------------------|
     request_pages     -> engine_pages -----------------/    settle: publish or give back
 """
 
@@ -126,6 +127,8 @@ class HierarchicalCache:
             core.backup,
         )
         self.load_back, self.engine_pages = core.load_back, core.engine_pages
+        self.admission = core.admission
+        self.admission.capacity_pages = usable[Tier.DEVICE.value]
         self.storage, self.staged_loads = core.storage, core.staged_loads
         self.lookup, self.own_insert = core.lookup, core.own_insert
         self.namespaces = core.namespaces
@@ -250,6 +253,42 @@ class HierarchicalCache:
             inner = self.namespaces.inner(match.namespace)
             return self.staged_loads.request(live, match.tokens, inner, path)
         return self.load_back.request(self.requests.open(request), path, pages_max)
+
+    def admit(
+        self,
+        request: str,
+        tokens: Tokens,
+        *,
+        namespace: str = "",
+        extra_pages: int = 0,
+        minimum_pages: int | None = None,
+        priority: int = 0,
+    ) -> Ticket:
+        """Ask for all that ``tokens`` need on the device, as one wish; steps decide it.
+
+        READY: the request pins what of the prompt is on DEVICE, loaded pages included, and owns
+        pages for the rest and ``extra_pages`` beyond it. It gets all of that or nothing; with
+        ``minimum_pages`` as few of its own as these will do. Until then it waits in line and holds
+        nothing: by ``priority`` (more goes first), then first come. REFUSED at once where the
+        smallest device could never hold it. :meth:`abort` ends it in every state. It waits for the
+        request's prefetch. Raises :class:`Misuse` where the request waits or owns pages already.
+        """
+        if extra_pages < 0 or (minimum_pages is not None and minimum_pages < 1):
+            raise Misuse(f"request {request!r}: {extra_pages} extra, {minimum_pages} minimum pages")
+        if not len(tokens) + extra_pages:
+            raise Misuse(f"request {request!r} asks to be admitted with no tokens and no pages")
+        known = self.requests.get(request)
+        if known is not None and (known.private or self.admission.is_wish(known)):
+            raise Misuse(f"request {request!r} waits for its admission or owns pages already")
+        self.journal.note("admit", request, len(tokens), extra_pages, minimum_pages or 0, priority)
+        return self.admission.request(
+            self.requests.open(request),
+            tokens,
+            namespace,
+            extra_pages=extra_pages,
+            minimum_pages=minimum_pages,
+            priority=priority,
+        )
 
     def request_pages(self, request: str, num_pages: int) -> Ticket:
         """Ask for device pages beyond the headroom; ``step`` decides."""
@@ -398,6 +437,7 @@ class HierarchicalCache:
         return self.requests.require(as_text("request", request))
 
     def _release(self, live: Request) -> None:
+        self.admission.cancel(live)
         self.load_back.cancel(live)
         if self.storage is not None:
             self.storage.prefetch.cancel(live)

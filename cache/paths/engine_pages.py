@@ -7,11 +7,14 @@ anybody; what is larger waits for its own vote.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpact.cache.requests.table import Request
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
 from kvpact.cache.tree.node import Tier
+from kvpact.consensus.core.errors import InternalError
 from kvpact.consensus.core.participant import Intent
 
 __all__ = ["EnginePages"]
@@ -62,6 +65,25 @@ class EnginePages(Path):
         ticket = Ticket(request, None, 0)
         self._open(ticket, num_pages)
         return ticket
+
+    def open_whole(
+        self, request: Request, num_pages: int, *, minimum: int, parents: Sequence[Intent]
+    ) -> tuple[Ticket, Intent]:
+        """Open pages for the admission, which has made room and seen a free slot."""
+        ticket = Ticket(request, None, 0)
+        intent = self._tiers.manager.open(
+            self.kind,
+            self._next_key(),
+            {_POOL: num_pages},
+            self,
+            minimum=minimum,
+            parents=parents,
+            ends_on_commit=True,
+        )
+        if intent is None:
+            raise InternalError(f"no slot for {num_pages} pages of request {request.name!r}")
+        self._tickets[intent.serial] = ticket
+        return ticket, intent
 
     def cancel(self, request: Request) -> None:
         """The request is over: what it still waits for is withdrawn."""

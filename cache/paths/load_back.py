@@ -75,6 +75,33 @@ class LoadBack(Path):
         device = [node for node in path if node.device.is_published]
         self._requests.hold(request, device[-1] if device else None)
 
+    def survey(self, path: list[Node]) -> tuple[list[Node], list[Node]]:
+        """What of ``path`` others are about to bring, undecided, and what is still to be loaded."""
+        coming = [node for node in path if node.device.state is Residency.RESERVED]
+        wanted = self._wanted(path)
+        return coming, wanted if self._count(wanted) >= self._minimum_pages else []
+
+    def open_whole(self, request: Request, path: list[Node]) -> tuple[Ticket | None, Intent | None]:
+        """Open a load of all that :meth:`survey` found, all or nothing, for the admission.
+
+        It never waits: the ticket is ``None`` where nothing comes, the intent where others bring
+        what comes. The request pins what is on DEVICE already; after the verdict also what came.
+        """
+        self.hold(request, path)
+        ticket = Ticket(request, path[-1], self._count([n for n in path if n.device.is_published]))
+        joined = self._joined(path)
+        _, wanted = self.survey(path)
+        intent = None
+        if wanted:
+            num_pages = self._count(wanted)
+            intent, _ = self._propose(ticket, joined, wanted, num_pages, minimum=num_pages)
+        if intent is None:
+            ticket.carriages = joined
+        if not ticket.carriages:
+            return None, None
+        self._tickets.append(ticket)
+        return ticket, intent
+
     def plan(self) -> None:
         """Open what found no slot before, in the order of asking."""
         waiting, self._waiting = self._waiting, []
@@ -124,6 +151,10 @@ class LoadBack(Path):
                 ticket.refuse("no rank loads it: some rank had no device pages")
         self._tickets = pending
 
+    def is_asked(self, request: Request) -> bool:
+        """Whether a load that ``request`` asked for is undecided: agreed."""
+        return any(ticket.request is request for ticket in self._tickets)
+
     @property
     def num_waiting(self) -> int:
         """Tickets that wait for a slot."""
@@ -157,12 +188,7 @@ class LoadBack(Path):
 
     def _open(self, ticket: Ticket, num_pages: int) -> None:
         """Join loads that are under way for the same path, and open one for the rest."""
-        joined: list[Carriage] = []
-        for node in ticket.path:
-            carriage = node.device.carriage
-            if carriage is not None and _undecided(carriage) and carriage not in joined:
-                joined.append(carriage)
-        ticket.carriages = joined
+        ticket.carriages = joined = self._joined(ticket.path)
         wanted = self._wanted(ticket.path)
         if not wanted or num_pages < 1:
             _do_without(ticket, "nothing to load")
@@ -170,12 +196,33 @@ class LoadBack(Path):
         if num_pages < self._minimum_pages:
             _do_without(ticket, "too short: recomputing is cheaper")
             return
-        self._propose(ticket, joined, wanted, num_pages)
+        minimum = self._minimum_pages
+        intent, may_wait = self._propose(ticket, joined, wanted, num_pages, minimum=minimum)
+        if intent is None:
+            self._wait_or_refuse(ticket, wanted[0], num_pages, is_coming=may_wait)
+
+    def _joined(self, path: list[Node]) -> list[Carriage]:
+        """What is undecided on ``path``, in its order."""
+        joined: list[Carriage] = []
+        for node in path:
+            carriage = node.device.carriage
+            if carriage is not None and _undecided(carriage) and carriage not in joined:
+                joined.append(carriage)
+        return joined
 
     def _propose(
-        self, ticket: Ticket, joined: list[Carriage], wanted: list[Node], num_pages: int
-    ) -> None:
-        """Open an intent for the first ``num_pages`` of ``wanted``, or as many as there is room."""
+        self,
+        ticket: Ticket,
+        joined: list[Carriage],
+        wanted: list[Node],
+        num_pages: int,
+        *,
+        minimum: int,
+    ) -> tuple[Intent | None, bool]:
+        """Open an intent for the first ``num_pages`` of ``wanted``, or as many as there is room.
+
+        Where there is none, whether it is worth waiting for.
+        """
         tiers = self._tiers
         anchor: Node | None = None
         for node in ticket.path:
@@ -193,7 +240,7 @@ class LoadBack(Path):
         carriage = Carriage(Tier.DEVICE, taken, anchor)
         carriage.side_wanted = tiers.side.wanted(taken, Tier.HOST)
         side = tiers.side.need(carriage)
-        is_enough = num_pages >= self._minimum_pages
+        is_enough = num_pages >= minimum
         has_room = is_enough and tiers.make_room(Tier.DEVICE, num_pages, side)
         if has_room:
             intent = tiers.manager.open(
@@ -201,7 +248,7 @@ class LoadBack(Path):
                 wanted[0].node_id,
                 {Tier.DEVICE.value: num_pages, **side},
                 self,
-                minimum=None if side else self._minimum_pages,
+                minimum=None if side else minimum,
                 parents=[one.intent for one in joined if one.intent is not None],
             )
         if intent is None:
@@ -209,13 +256,13 @@ class LoadBack(Path):
             for node in pinned:
                 tiers.tree.unpin(node, Tier.HOST)
             is_coming = has_room or (num_pages > 0 and tiers.is_coming(Tier.DEVICE, num_pages))
-            self._wait_or_refuse(ticket, wanted[0], num_pages, is_coming=is_coming)
-            return
+            return None, is_coming
         for node in pinned:
             if node not in taken:
                 tiers.tree.unpin(node, Tier.HOST)
         self._carry(intent, carriage)
         ticket.carriages = [*joined, carriage]
+        return intent, False
 
     def _wait_or_refuse(
         self, ticket: Ticket, first: Node, num_pages: int, *, is_coming: bool

@@ -6,6 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from kvpact.cache.tree.node import Carriage, Node
+from kvpact.consensus.core.participant import Intent
 
 if TYPE_CHECKING:
     from kvpact.cache.requests.table import Request
@@ -34,6 +35,12 @@ class Ticket:
         self.state = TicketState.PENDING
         self.num_pages = 0
         self.why = ""
+
+    @property
+    def parents(self) -> list[Intent]:
+        """What is undecided of what it waits for."""
+        intents = [carriage.intent for carriage in self.carriages]
+        return [intent for intent in intents if intent is not None and intent.is_undecided]
 
     @property
     def path(self) -> list[Node]:

@@ -149,6 +149,20 @@ class TransactionManager:
             opened(intent)
         return intent
 
+    def bind(self, intents: Sequence[Intent]) -> None:
+        """Agreed: ``intents``, opened one after the other just now, commit together or not at all.
+
+        So one wish may take pages of several participants. Raises :class:`Misuse`, and has changed
+        nothing, where one of them is reserved already or is not the next in the order of opening.
+        """
+        first = intents[0].serial
+        is_run = [intent.serial for intent in intents] == list(range(first, first + len(intents)))
+        if not is_run or any(intent.state is not State.PROPOSED for intent in intents):
+            raise Misuse(f"only what was just opened in a row can be bound, not {list(intents)}")
+        for intent in intents:
+            intent.bound = tuple(other for other in intents if other is not intent)
+        self.journal.note("bind", *(intent.serial for intent in intents))
+
     def find(self, kind: str, key: Value) -> Intent | None:
         """The open intent of this kind and key."""
         return self._by_key.get((kind, key))
@@ -209,14 +223,16 @@ class TransactionManager:
         """Reserve every pool of the intent, in canonical order; undo exactly where one fails.
 
         True: held, and its copy may have started. Where it is withdrawn, or this rank lacks pages
-        of a parent, nothing is reserved: its vote cannot help any more.
+        of a parent or of one bound to it, nothing is reserved: its vote cannot help any more.
         """
         if intent.state is not State.PROPOSED:
             raise Misuse(f"{intent!r} cannot be reserved again")
         if any(parent.state is State.PROPOSED for parent in intent.parents):
             raise Misuse(f"{intent!r} builds on what is not reserved yet: reserve that first")
         held = intent.reservation.num_pages
-        if not intent.withdrawn and all(_holds(parent) for parent in intent.parents):
+        is_of_use = all(_holds(parent) for parent in intent.parents)
+        is_of_use = is_of_use and not any(_is_refused(other) for other in intent.bound)
+        if not intent.withdrawn and is_of_use:
             _take(intent, held)
         if sum(held.values()) >= intent.minimum:
             intent.vote = sum(held.values())
@@ -363,7 +379,8 @@ class TransactionManager:
         self.ledger.settle(posted.step)
         outcomes: list[Outcome] = []
         for intent in posted.voted:
-            self._decide(intent, verdict.votes[intent.slot], outcomes)
+            is_lost = _lacks_bound(intent, verdict.votes)
+            self._decide(intent, 0 if is_lost else verdict.votes[intent.slot], outcomes)
         for intent in posted.intents:
             if (verdict.ended[intent.slot] or intent.ends_on_commit) and intent.is_open:
                 self._end(intent, verdict, outcomes)
@@ -429,7 +446,7 @@ class TransactionManager:
                 self.ledger.refund(pool, back)
         lost = getattr(intent.participant, "lost", None) if quarantined else None
         (lost or intent.participant.ended)(intent)
-        intent.parents = ()
+        intent.parents = intent.bound = ()
 
     # -- epochs ----------------------------------------------------------------------------------
 
@@ -470,6 +487,11 @@ class TransactionManager:
     def oldest_open(self) -> Intent | None:
         """The open intent that was opened first."""
         return next(iter(self._open.values()), None)
+
+    @property
+    def num_slots_free(self) -> int:
+        """Intents that may be opened now: agreed."""
+        return self._slots.num_free(self.step + 1)
 
     @property
     def is_idle(self) -> bool:
@@ -516,6 +538,19 @@ def _why_not(intent: Intent, votes: int) -> str:
     if not all(parent.is_whole for parent in intent.parents):
         return "parent"
     return "" if votes >= intent.minimum else "refused"
+
+
+def _lacks_bound(intent: Intent, votes: Sequence[int]) -> bool:
+    """Whether one that commits only together with ``intent`` does not. ``votes`` by slot."""
+    return any(
+        (_why_not(other, votes[other.slot]) if other.is_undecided else other.cause) != ""
+        for other in intent.bound
+    )
+
+
+def _is_refused(other: Intent) -> bool:
+    """This rank has voted against ``other``."""
+    return other.state is not State.PROPOSED and other.vote < other.minimum
 
 
 def _holds(parent: Intent) -> bool:

@@ -28,16 +28,18 @@ class Intent:
 
     ``need`` names pages per pool in canonical (sorted) order. ``minimum`` is the least number of
     pages of an *elastic* intent that is still a COMMIT; an intent over several pools is all or
-    nothing. ``parents`` are intents that must commit in full, or this one aborts too. ``agreed`` is
-    the number of pages of the verdict, ``cause`` says why it was an ABORT, ``result`` is the number
-    of pages that the copy delivered on every rank. ``payload`` is whatever the caller of ``open``
-    wants to find here again; no decision looks at it. ``serial`` counts the intents of the epoch.
-    ``decided_ms`` (agreed clock; -1: undecided) is when its timeout began.
+    nothing. ``parents`` are intents that must commit in full, or this one aborts too; ``bound`` are
+    those that commit only together with it. ``agreed`` is the number of pages of the verdict,
+    ``cause`` says why it was an ABORT, ``result`` is the number of pages that the copy delivered on
+    every rank. ``payload`` is whatever the caller of ``open`` wants to find here again; no decision
+    looks at it. ``serial`` counts the intents of the epoch. ``decided_ms`` (agreed clock; -1:
+    undecided) is when its timeout began.
     """
 
     __slots__ = (
         "agreed",
         "aliases",
+        "bound",
         "cause",
         "decided_ms",
         "ends_on_commit",
@@ -87,6 +89,7 @@ class Intent:
         self.need = need
         self.minimum = minimum
         self.parents = parents
+        self.bound: tuple[Intent, ...] = ()
         self.participant = participant
         self.ends_on_commit = ends_on_commit
         self.slot = slot

@@ -1,8 +1,9 @@
 """A small inference scheduler: turns a trace of requests into the calls a real one makes.
 
 Several lanes run at once. One iteration is: results of the last forward pass (insert, finish), then
-new requests (match, load-back, pages), then one ``step``, then the forward pass of what has all its
-pages. Every decision is made from agreed state, so every rank makes the same calls in one order.
+new requests (one wish each for load-back and pages), then one ``step``, then the forward pass of
+what has all its pages. Every decision is made from agreed state, so every rank makes the same calls
+in one order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvpact.cache.hierarchical_cache import Match, StepResult
+from kvpact.cache.hierarchical_cache import StepResult
 from kvpact.cache.memory.content import fill_pages, matches_pages, page_hashes
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.tree.node import Tier, Tokens
@@ -32,15 +33,16 @@ class Phase(enum.Enum):
     """Where a lane's request stands."""
 
     FREE = "free"
-    WAITS = "waits for its load-back and its pages"
+    WAITS = "waits for its admission"
     RUNS = "its forward pass runs"
 
 
 class Totals(msgspec.Struct):
     """What the requests got; pages of ``page_size`` tokens, blocks of the trace.
 
-    ``at_once`` counts calls for pages that the headroom answered, ``asked`` those that were voted,
-    ``rounds`` the extra rounds for them.
+    ``retries`` counts verdicts against a request that started anew after it. ``at_once`` counts
+    requests that the headroom answered, ``asked`` those that were voted, ``rounds`` the extra
+    rounds for them.
     """
 
     requests: int = 0
@@ -60,13 +62,12 @@ class Lane:
     """One place in the running batch."""
 
     __slots__ = (
+        "admission",
         "computed",
         "fetch",
         "fetched",
         "load",
-        "match",
         "name",
-        "pages",
         "phase",
         "request",
         "tokens",
@@ -77,9 +78,8 @@ class Lane:
         self.request: TraceRequest | None = None
         self.name = ""
         self.tokens: Tokens = np.empty(0, dtype=np.int32)
-        self.match: Match | None = None
         self.load: Ticket | None = None
-        self.pages: Ticket | None = None
+        self.admission: Ticket | None = None
         self.fetch: Ticket | None = None
         self.fetched = 0
         self.computed: list[int] = []
@@ -88,11 +88,11 @@ class Lane:
 class Engine:
     """Replays ``requests`` on one rank. ``after_step`` is called after each step with its result.
 
-    A request that finds no pages gives back what it has and tries again; the oldest goes first, so
-    somebody always gets on. With ``decides`` pages that are asked for are decided in an extra round
-    of the same iteration, as for an engine that cannot wait. With ``flushes`` backups begin right
-    after the requests that finish, else in the step. Raises :class:`InternalError` where
-    loaded bytes are not right.
+    A request that finds no room waits in line; the oldest goes first, so somebody always gets on.
+    Only one that was refused, or whose loaded bytes are void, starts anew. With ``decides`` what is
+    asked for is decided in an extra round of the same iteration, as for an engine that cannot wait.
+    With ``flushes`` backups begin right after the requests that finish, else in the step. Raises
+    :class:`InternalError` where loaded bytes are not right.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Engine:
         self._decides = decides
         self._has_asked = False
         self._flushes = flushes
-        self._has_headroom = rank.cache.config.headroom_pages > 0
+        self._num_refused = 0
         storage = rank.cache.storage is not None
         self._stages = storage and rank.cache.config.mode == "buffer_only"
         self._prefetches = storage and not self._stages
@@ -145,6 +145,7 @@ class Engine:
         while (result := self.cache.poll_step()) is None:
             yield Pause()
         self._after_step(result)
+        self.totals.retries = self._num_refused + self.cache.admission.num_tries
         for lane in self._lanes:
             self._run(lane, result)
 
@@ -175,7 +176,7 @@ class Engine:
 
     def _admit(self, lane: Lane) -> None:
         if lane.phase is not Phase.FREE:
-            self._ask_for_pages(lane)
+            self._go_on(lane)
             return
         if lane.request is None:
             if self._next == len(self._requests):
@@ -193,38 +194,32 @@ class Engine:
                 return
             lane.fetched += lane.fetch.num_pages
             lane.fetch = None
-        lane.match = cache.match_prefix(lane.tokens, request=lane.name)
-        lane.load = lane.pages = None
-        if lane.match.host_pages or self._stages:
-            lane.load = cache.request_load_back(lane.name, lane.match)
+        lane.load = lane.admission = None
         lane.phase = Phase.WAITS
-        self._ask_for_pages(lane)
+        if self._stages:
+            match = cache.match_prefix(lane.tokens, request=lane.name)
+            lane.load = cache.request_load_back(lane.name, match)
+        else:
+            self._ask(lane)
 
-    def _ask_for_pages(self, lane: Lane) -> None:
-        """Pages for what is neither cached nor being loaded; more if a load brought less."""
-        if lane.phase is not Phase.WAITS or lane.match is None:
+    def _go_on(self, lane: Lane) -> None:
+        """What storage has of its prompt is known: now it asks for the rest."""
+        load = lane.load
+        if lane.phase is not Phase.WAITS or load is None or lane.admission is not None:
             return
-        if lane.pages is not None and lane.pages.state is TicketState.PENDING:
-            return
-        if self._stages and lane.load is not None and lane.load.state is TicketState.PENDING:
-            return  # nobody knows yet how much of it storage has
-        missing = len(lane.tokens) // self._page_size - self._covered(lane)
-        if missing <= 0:
-            return
-        if self._has_headroom and self.cache.allocate(lane.name, missing) is not None:
+        if load.state is not TicketState.PENDING:
+            lane.fetched = load.num_pages if load.state is TicketState.READY else 0
+            self._ask(lane)
+
+    def _ask(self, lane: Lane) -> None:
+        """All that it needs, as one wish: at once, by the next verdict, or in line for room."""
+        before = self.cache.admission.num_at_once
+        lane.admission = self.cache.admit(lane.name, lane.tokens)
+        if self.cache.admission.num_at_once > before:
             self.totals.at_once += 1
             return
         self.totals.asked += 1
-        self._has_asked = True
-        lane.pages = self.cache.request_pages(lane.name, missing)
-
-    def _covered(self, lane: Lane) -> int:
-        """Pages of the prompt that the request has, or that its load-back may bring."""
-        live = self.cache.requests.require(lane.name)
-        covered = live.held_pages + len(live.private)
-        if lane.load is not None and lane.load.state is TicketState.PENDING and lane.match:
-            covered += lane.match.host_pages
-        return covered
+        self._has_asked = self._has_asked or lane.admission.state is TicketState.PENDING
 
     # -- after the step --------------------------------------------------------------------------
 
@@ -235,15 +230,14 @@ class Engine:
             self.totals.recomputed += 1
             self._give_up(lane)
         elif lane.phase is Phase.WAITS:
-            if self._stages and lane.load is not None and lane.load.state is TicketState.READY:
-                lane.fetched = lane.load.num_pages
-            refused = lane.pages is not None and lane.pages.state is TicketState.REFUSED
-            loading = lane.load is not None and lane.load.state is TicketState.PENDING
-            if refused:
-                self.totals.retries += 1
+            if lane.admission is not None and lane.admission.state is TicketState.REFUSED:
+                self._num_refused += 1
                 self._give_up(lane)
-            elif not loading and self._covered(lane) == len(lane.tokens) // self._page_size:
+            elif self._has_all(lane):
                 self._forward(lane)
+
+    def _has_all(self, lane: Lane) -> bool:
+        return lane.admission is not None and lane.admission.state is TicketState.READY
 
     def _give_up(self, lane: Lane) -> None:
         """Give everything back and start anew with the next iteration."""

@@ -146,6 +146,7 @@ def _bounds(cache: HierarchicalCache) -> list[str]:
         "nodes to back up": (cache.backup.num_queued, config.write_queue_nodes_max),
         "loads that wait": (cache.load_back.num_waiting, config.waiting_tickets_max),
         "inserts that wait": (cache.insert_line.num_waiting, config.waiting_tickets_max),
+        "requests that wait": (cache.admission.num_waiting, config.waiting_tickets_max),
         "page tickets that wait": (cache.engine_pages.num_waiting, config.waiting_tickets_max),
     }
     found += [f"{name}: {size} > {most}" for name, (size, most) in bounds.items() if size > most]
