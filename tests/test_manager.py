@@ -183,6 +183,50 @@ def test_a_child_of_an_aborted_parent_aborts_whatever_its_votes(
 
 
 @LAGS
+@pytest.mark.parametrize("lacks", ["first", "second"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_is_bound_commits_together_or_not_at_all(lag: int, lacks: str, rank: int) -> None:
+    for refuses in (True, False):
+        replica = world(lag)
+        if refuses:
+            replica.owners[rank].refuse.add((lacks, "a"))
+        first = replica.open("first", {"a": 3})
+        second = replica.open("second", {"a": 2}, minimum=1)
+        for manager, *both in zip(replica.managers, first, second, strict=True):
+            manager.bind(both)
+        verdict = "abort" if refuses else "commit"
+        told = [line for line in replica.decide() if not line.startswith("end")]
+        assert told == [f"{verdict} first", f"{verdict} second"]
+        assert [one.cause for one in (*first, *second)] == ["refused" if refuses else ""] * 6
+        if refuses and lacks == "first":
+            assert ("reserve", "second", "a", 2) not in replica.owners[rank].calls
+
+
+@LAGS
+def test_what_is_bound_to_what_is_withdrawn_aborts(lag: int) -> None:
+    replica = world(lag)
+    first, second = replica.open("first", {"a": 3}), replica.open("second", {"a": 2})
+    for manager, *both in zip(replica.managers, first, second, strict=True):
+        manager.bind(both)
+    replica.withdraw(second)
+    assert replica.decide()[:2] == ["abort first", "abort second"]
+
+
+def test_only_what_was_just_opened_in_a_row_can_be_bound() -> None:
+    replica = world()
+    first, second = replica.open("first", {"a": 1}), replica.open("second", {"a": 1})
+    third = replica.open("third", {"a": 1})
+    manager = replica.managers[0]
+    before = manager.journal.fingerprint
+    with pytest.raises(Misuse, match="opened in a row"):
+        manager.bind([first[0], third[0]])
+    manager.reserve(second[0])
+    with pytest.raises(Misuse, match="opened in a row"):
+        manager.bind([first[0], second[0]])
+    assert (first[0].bound, manager.journal.fingerprint) == ((), before)
+
+
+@LAGS
 def test_a_child_and_its_parent_may_share_a_ballot(lag: int) -> None:
     replica = world(lag)
     parent = replica.open("parent", {"a": 1})

@@ -287,7 +287,7 @@ class Admission(Path):
     def _has_room(self, wanted: list[Node], num_pages: int) -> bool:
         """Make room for all of it. Nothing else could be given what is made for this wish."""
         tiers = self._tiers
-        if tiers.manager.num_slots_free < 2:
+        if tiers.manager.num_free_slots < 2:
             return False
         if (room := tiers.room(Tier.DEVICE)) < num_pages:
             self._room_lacked = room

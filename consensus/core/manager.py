@@ -489,11 +489,6 @@ class TransactionManager:
         return next(iter(self._open.values()), None)
 
     @property
-    def num_slots_free(self) -> int:
-        """Intents that may be opened now: agreed."""
-        return self._slots.num_free(self.step + 1)
-
-    @property
     def is_idle(self) -> bool:
         """Nothing is open and no page is cooling: agreed, so the same on every rank."""
         return not self._open and not self.ledger.is_cooling

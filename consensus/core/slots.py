@@ -26,22 +26,13 @@ class SlotTable:
 
     def take(self, step: int) -> int | None:
         """The lowest free slot at ``step``; ``None`` where all are taken or resting."""
-        self._wake(step)
+        while self._resting and self._resting[0][0] <= step:
+            heapq.heappush(self._free, self._resting.popleft()[1])
         if not self._free:
             return None
         slot = heapq.heappop(self._free)
         self._taken.add(slot)
         return slot
-
-    def num_free(self, step: int) -> int:
-        """Slots that :meth:`take` can give at ``step``."""
-        self._wake(step)
-        return len(self._free)
-
-    def _wake(self, step: int) -> None:
-        """Those that have rested long enough at ``step`` are free."""
-        while self._resting and self._resting[0][0] <= step:
-            heapq.heappush(self._free, self._resting.popleft()[1])
 
     def give_back(self, slot: int, step: int) -> None:
         """``slot`` is free again; raises :class:`InternalError` where it was not taken."""

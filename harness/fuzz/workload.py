@@ -108,6 +108,7 @@ class Workload:
                 self._kinds[kind] = self._could[kind]
                 self._weights[kind] *= 5
         self._namespaces = draw.choice((("",), ("",), ("", "tenant")))
+        self._whole = draw.choice((0, 0.5, 1))  # how many ask for all they need as one wish
         self._num_requests = draw.choice((2, 4, REQUESTS_MAX))
         self._makers: dict[str, Callable[[], Do]] = {
             "insert": self._insert,
@@ -333,6 +334,18 @@ class Workload:
         return entries
 
     def _admit(self, name: str = "", tokens: Ranges | None = None) -> Do:
+        draw = self._draw
+        if draw.random() < self._whole:
+            return Admit(
+                number=0,
+                request=name or self._running(),
+                tokens=self._prompt() if tokens is None else tokens,
+                whole=True,
+                extra=draw.choice((0, 0, 1, 3)),
+                least=draw.choice((None, None, 1, 2)),
+                priority=draw.choice((0, 0, 1)),
+                namespace=self._namespace(),
+            )
         return Admit(
             number=0,
             request=name or self._running(),

@@ -254,7 +254,7 @@ class Agent:
     def _drive(self, entry: Driven) -> None:
         match entry:
             case Admit():
-                self._engine.admit(entry.request, expand(entry.tokens), entry.namespace, entry.load)
+                self._engine.admit(entry)
             case Take():
                 self._engine.take(entry.request, entry.pages)
             case Compute():
@@ -488,12 +488,14 @@ class Agent:
         if entry.pinned is not None:
             pinned = self.cache.tree.num_pinned
             seen["pinned"] = {name: pinned[Tier(name)] for name in entry.pinned}
-        if entry.loaded is not None:
-            tickets = {**self._fetches, **self._tickets}
-            seen["loaded"] = {name: size * _brought(tickets[name]) for name in entry.loaded}
-        if entry.prefetched is not None:
-            tickets = self._fetches
-            seen["prefetched"] = {n: size * _brought(tickets[n]) for n in entry.prefetched}
+        for what, tickets in (
+            ("admitted", self._engine.admissions),
+            ("loaded", {**self._fetches, **self._tickets}),
+            ("prefetched", self._fetches),
+        ):
+            names: dict[str, int] | None = getattr(entry, what)
+            if names is not None:
+                seen[what] = {name: size * _brought(tickets[name]) for name in names}
         if entry.counters is not None:
             known = self.cache.metrics()
             seen["counters"] = {name: known[name] for name in entry.counters}

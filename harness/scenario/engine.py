@@ -14,10 +14,12 @@ from kvpact.cache.memory.content import fill_pages, matches_pages, page_hashes
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.tree.node import Tier
 from kvpact.harness.rank.rank import Rank
+from kvpact.harness.scenario.model import Admit, expand
 from kvpact.harness.verify.agreement import by_weights
 
 __all__ = ["Engine"]
 
+PENDING = TicketState.PENDING
 _WRONG = 0x5EED  # what a page's hash is changed by where its prefix was wrong
 
 
@@ -40,27 +42,49 @@ class Engine:
         self._rank = rank
         self._cache = rank.cache
         self._running: dict[str, _Running] = {}
+        self.admissions: dict[str, Ticket] = {}  # the last of each request that was one wish
 
-    def admit(self, name: str, tokens: NDArray[np.int32], namespace: str, load: bool) -> None:
-        """Match and pin; ask for the part on HOST where ``load`` says so."""
+    def admit(self, entry: Admit) -> None:
+        """Match and pin; ask for the part on HOST where ``load`` says so, or all as one wish."""
+        name, namespace, tokens = entry.request, entry.namespace, expand(entry.tokens)
         if name in self._running or self._cache.requests.get(name) is not None:
             return
         inner = self._cache.namespaces.inner(namespace)
         hashes = page_hashes(tokens, self._cache.config.page_size, namespace=inner)
         running = self._running[name] = _Running(tokens, namespace, hashes)
+        if entry.whole:
+            ticket = self._cache.admit(
+                name,
+                tokens,
+                namespace=namespace,
+                extra_pages=entry.extra,
+                minimum_pages=entry.least,
+                priority=entry.priority,
+            )
+            running.tickets.append(ticket)
+            self.admissions[name] = ticket
+            return
         match = self._cache.match_prefix(tokens, namespace=namespace, request=name)
-        if load:
+        if entry.load:
             running.tickets.append(self._cache.request_load_back(name, match))
 
     def take(self, name: str, num_pages: int) -> None:
         """Pages at once where the headroom has them, by ticket otherwise."""
-        if name in self._running and self._cache.allocate(name, num_pages) is None:
+        if name not in self._running or self._is_in_line(name):
+            return
+        if self._cache.allocate(name, num_pages) is None:
             self._running[name].tickets.append(self._cache.request_pages(name, num_pages))
+
+    def _is_in_line(self, name: str) -> bool:
+        """It has nothing yet, and must not take anything piecemeal."""
+        ticket = self.admissions.get(name)
+        live = self._cache.requests.get(name)
+        return ticket is not None and ticket.request is live and ticket.state is PENDING
 
     def compute(self, name: str) -> None:
         """Forward over what the request's own pages can hold, then insert it."""
         running = self._running.get(name)
-        if running is None or any(t.state is TicketState.PENDING for t in running.tickets):
+        if running is None or any(t.state is PENDING for t in running.tickets):
             return
         request = self._cache.requests.require(name)
         held = request.held_pages

@@ -83,6 +83,9 @@ COUNTERS: Final = (
     "commits",
     "aborts",
     "refused",
+    "admitted",
+    "admissions_refused",
+    "admissions_again",
     "deferred",
     "writes_submitted",
     "collectives",
@@ -250,11 +253,17 @@ class Abort(Entry, frozen=True, kw_only=True, tag="abort"):
 
 class Admit(Entry, frozen=True, kw_only=True, tag="admit"):
     """The engine's own path: match the prompt and pin what of it is on DEVICE; with ``load`` ask
-    for what is on HOST. The request lives until ``finish`` or ``abort``."""
+    for what is on HOST. With ``whole`` load and pages are one wish, which waits in line by
+    ``priority``; ``extra`` pages beyond the prompt, and ``least`` of its own are enough. The
+    request lives until ``finish`` or ``abort``."""
 
     request: Name
     tokens: Ranges
     load: bool = False
+    whole: bool = False
+    extra: Amount = 0
+    least: Count | None = None
+    priority: Amount = 0
     namespace: str = ""
 
 
@@ -372,6 +381,7 @@ class Expect(Entry, frozen=True, kw_only=True, tag="expect"):
     usable: dict[str, int] | None = None
     free: dict[str, PerRank] | None = None
     pinned: dict[str, int] | None = None
+    admitted: dict[str, int] | None = None
     loaded: dict[str, int] | None = None
     prefetched: dict[str, int] | None = None
     counters: dict[str, int] | None = None

@@ -157,6 +157,8 @@ def _entry(
     _check_common(entry, place, world)
     if isinstance(entry, model.Fault):
         _check_fault(entry, place, world)
+    if isinstance(entry, model.Admit):
+        _check_admit(entry, place)
     if isinstance(entry, model.LoadMatch):
         matched = [one.request for one in before if isinstance(one, model.TakeMatch)]
         if entry.request not in matched:
@@ -178,6 +180,15 @@ def _check_common(entry: model.Entry, place: Place, world: model.World) -> None:
         place.wrong("raises.kind", f"{entry.raises.kind!r} is not known{allowed(kinds)}")
     if entry.raises.rank is not None:
         _check_rank(entry.raises.rank, "raises.rank", place, world)
+
+
+def _check_admit(entry: model.Admit, place: Place) -> None:
+    if entry.whole and entry.load:
+        place.wrong("load", "is part of whole: leave it out")
+    given = {"extra": entry.extra, "least": entry.least, "priority": entry.priority}
+    for key, value in given.items():
+        if value and not entry.whole:
+            place.wrong(key, "belongs to whole = true")
 
 
 def _check_fault(fault: model.Fault, place: Place, world: model.World) -> None:
@@ -240,7 +251,12 @@ def _read_tokens(table: _Table, place: Place, page_size: int, before: Sequence[m
             _prefix(prefix, f"right_bytes[{index}]", place, page_size)
     loads = [one.request for one in before if isinstance(one, model.LoadBack | model.LoadMatch)]
     fetches = [one.request for one in before if isinstance(one, model.Prefetch)]
-    for key, kind, known in (("loaded", "load_back", loads), ("prefetched", "prefetch", fetches)):
+    wishes = [one.request for one in before if isinstance(one, model.Admit) and one.whole]
+    for key, kind, known in (
+        ("admitted", "whole admit", wishes),
+        ("loaded", "load_back", loads),
+        ("prefetched", "prefetch", fetches),
+    ):
         for request, value in _members(table, key, place):
             if request not in known:
                 place.wrong(f"{key}.{request}", f"no earlier {kind} names it")

@@ -334,6 +334,7 @@ def _wanted(entry: Expect, rank: int) -> list[tuple[str, str, int]]:
         "storage",
         "usable",
         "pinned",
+        "admitted",
         "loaded",
         "prefetched",
         "must_recompute",

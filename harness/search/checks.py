@@ -31,6 +31,7 @@ def _broken(world: World) -> Iterator[str]:
             yield f"{where}: {line}"
     yield from _agreement(world)
     yield from _atomicity(world)
+    yield from _bound(world)
     yield from _outcome(world)
 
 
@@ -77,6 +78,18 @@ def _intents(member: Member) -> Iterator[str]:
             yield f"{intent!r} is published, but what it builds on is not: {parent!r}"
         elif is_child and is_published and parent is not None and _is_part(parent):
             yield f"{intent!r} is published, but what it builds on is there in part: {parent!r}"
+
+
+def _bound(world: World) -> Iterator[str]:
+    """What is bound together is committed together."""
+    for member in world.alive:
+        if world.setting.relation != "bound" or _is_between(member):
+            continue
+        for name, other in (("first", "second"), ("second", "first")):
+            one, two = member.intents.get(name), member.intents.get(other)
+            is_decided = one is not None and two is not None and two.cause
+            if one is not None and one.state is State.COMMITTED and is_decided:
+                yield f"{one!r} is committed, and {two!r}, which is bound to it, is not"
 
 
 def _is_part(intent: Intent) -> bool:

@@ -304,6 +304,7 @@ def _settings(ranks: int, lags: tuple[int, ...], **how: Any) -> list[Setting]:
 #: Seconds: what runs with every change.
 SMALL: Final = (
     *_settings(2, (0,), relation="apart"),
+    *_settings(2, (0,), relation="bound"),
     *_settings(2, (1,), relation="line", refusals=False),
     *_settings(2, (0,), relation="child", refusals=False, withdraws=1),
     *_settings(2, (0,), relation="child", refusals=False, failures=1),
@@ -317,7 +318,7 @@ SMALL: Final = (
 LARGE: Final = (
     *(
         setting
-        for relation in ("apart", "child", "line")
+        for relation in ("apart", "child", "bound", "line")
         for setting in (
             *_settings(2, (0, 1, 2), relation=relation),
             *_settings(2, (0, 1), relation=relation, withdraws=1),

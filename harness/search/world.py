@@ -54,8 +54,8 @@ POOLS = {"a": 3, "b": 1}
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What may happen in a world. ``relation``: the second wish is ``apart`` from the first, its
-    ``child``, an ``heir`` (a child that is opened once the first is decided), or waits in ``line``
-    for the only slot. ``elastic``: the first may get less than it
+    ``child``, an ``heir`` (a child that is opened once the first is decided), ``bound`` to it, or
+    waits in ``line`` for the only slot. ``elastic``: the first may get less than it
     asks for. ``faults``: kinds, of which one happens."""
 
     ranks: int = 2
@@ -224,6 +224,8 @@ class Member:
             )
             if intent is not None:
                 self.intents[wish.key] = intent
+                if self.world.setting.relation == "bound" and wish.key == "second":
+                    self.manager.bind([self.intents["first"], intent])
         self.manager.reserve_open()
 
     def _settled(self, outcomes: list[Outcome]) -> None:

@@ -13,7 +13,6 @@ import msgspec
 
 from kvpact.cache.hierarchical_cache import StepResult
 from kvpact.cache.memory.content import fill_pages, page_hashes
-from kvpact.cache.requests.ticket import TicketState
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.errors import ProgressLost
 from kvpact.harness.rank.rank import Rank
@@ -156,7 +155,8 @@ class SoakEngine(Engine):
             if lane.request is None or lane.phase is not Phase.WAITS:
                 continue
             if lane.request.index % ABORT_EVERY == ABORT_EVERY - 1:
-                is_loading = lane.load is not None and lane.load.state is TicketState.PENDING
+                live = self.cache.requests.get(lane.name)
+                is_loading = live is not None and self.cache.load_back.is_asked(live)
                 self.num_left += 1
                 self.num_left_loading += int(is_loading)
                 self.cache.abort(lane.name)

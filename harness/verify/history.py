@@ -73,6 +73,7 @@ class _Intent:
         self.minimum = int(shape[at + 1])
         self.ends_on_commit = shape[at + 2] == "ends on commit"
         self.parents: list[_Intent] = []
+        self.bound: list[_Intent] = []
         self.parent_serials = [int(parent) for parent in shape[at + 3 :]]
         self.ballot = line.step + 1
         self.state = "proposed"
@@ -119,6 +120,7 @@ class History:
         self._holder: dict[tuple[str, int], int] = {}  # (tier, page) -> node
         self._rules: dict[str, Callable[[Line], None]] = {
             "open": self._open,
+            "bind": self._bind,
             "alias": self._alias,
             "reserve": self._reserve,
             "refuse": self._refuse,
@@ -257,9 +259,28 @@ class History:
                     f"verdict: {intent.name} is committed, but its parent {parent.name} is"
                     f" {parent.state}"
                 )
+        self._check_bound(intent)
 
     def _abort(self, line: Line) -> None:
-        self._get(line.values[1]).happens("abort")
+        intent = self._get(line.values[1])
+        intent.happens("abort")
+        self._check_bound(intent)
+
+    def _bind(self, line: Line) -> None:
+        intents = [self._get(serial) for serial in line.values]
+        for intent in intents:
+            intent.bound = [other for other in intents if other is not intent]
+
+    def _check_bound(self, intent: _Intent) -> None:
+        """They are decided one right after the other: the last of them sees what all became."""
+        if any(other.state in _UNDECIDED for other in intent.bound):
+            return
+        for other in intent.bound:
+            if (other.state == "committed") != (intent.state == "committed"):
+                raise Violation(
+                    f"verdict: {intent.name} is {intent.state}, but {other.name}, which is bound to"
+                    f" it, is {other.state}"
+                )
 
     def _ended(self, line: Line) -> None:
         intent = self._get(line.values[0])
