@@ -42,7 +42,12 @@ if TYPE_CHECKING:
     from kvpact.consensus.membership import Membership
     from kvpact.consensus.step.step import Carrier, StepLimits, Stepper
     from kvpact.consensus.transport.collective import Group, Work
-    from kvpact.consensus.transport.gloo import GlooGroup, serve_tcp_store
+    from kvpact.consensus.transport.gloo import (
+        GlooGroup,
+        SharedStore,
+        serve_tcp_store,
+        share_store,
+    )
     from kvpact.consensus.transport.store import Store, TcpStore
 
 __all__ = [
@@ -79,6 +84,7 @@ __all__ = [
     "Schema",
     "Seal",
     "SharedPool",
+    "SharedStore",
     "Status",
     "StepLimits",
     "Stepper",
@@ -95,6 +101,7 @@ __all__ = [
     "join",
     "read_journal",
     "serve_tcp_store",
+    "share_store",
 ]
 
 _HOMES = {
@@ -127,7 +134,12 @@ _HOMES = {
     "kvpact.consensus.membership": ("Membership",),
     "kvpact.consensus.step.step": ("Carrier", "StepLimits", "Stepper"),
     "kvpact.consensus.transport.collective": ("Group", "Work"),
-    "kvpact.consensus.transport.gloo": ("GlooGroup", "serve_tcp_store"),
+    "kvpact.consensus.transport.gloo": (
+        "GlooGroup",
+        "SharedStore",
+        "serve_tcp_store",
+        "share_store",
+    ),
     "kvpact.consensus.transport.store": ("Store", "TcpStore"),
 }
 

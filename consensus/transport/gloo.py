@@ -23,7 +23,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -48,11 +48,13 @@ __all__ = [
     "Group",
     "NcclGroup",
     "RawStore",
+    "SharedStore",
     "Work",
     "backends",
     "connect_tcp_store",
     "open_tcp_store",
     "serve_tcp_store",
+    "share_store",
 ]
 
 #: The resolution of c10d's timeouts.
@@ -97,6 +99,37 @@ def serve_tcp_store(port: int = 0, host: str = "127.0.0.1") -> tuple[RawStore, i
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, port
+
+
+class SharedStore(NamedTuple):
+    """A store that one of an engine's ranks serves: where it is, and who this rank is there.
+
+    ``served`` keeps it alive on the rank that serves it.
+    """
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    served: RawStore | None
+
+
+def share_store(group: Any) -> SharedStore:
+    """Have rank 0 of an engine's own ``group`` serve a store, and tell all its ranks where.
+
+    Once, at start: every rank of ``group`` must call it, for it broadcasts in that group. Who is
+    rank 0 is reached by the name of its host.
+    """
+    rank, size = int(_c10d.get_rank(group)), int(_c10d.get_world_size(group))
+    root = int(_c10d.get_global_rank(group, 0))
+    served, port = serve_tcp_store() if rank == 0 else (None, 0)
+    # With one host there is nothing to look up, and look-ups are slow where names are not kept.
+    names: list[Any] = [None] * size
+    _c10d.all_gather_object(names, socket.gethostname(), group=group)
+    host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+    told: list[Any] = [(host, port)]
+    _c10d.broadcast_object_list(told, src=root, group=group)
+    return SharedStore(told[0][0], told[0][1], rank, size, served)
 
 
 def connect_tcp_store(host: str, port: int, timeout_s: float) -> RawStore:

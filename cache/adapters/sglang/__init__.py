@@ -1,0 +1,1 @@
+"""SGLang's hierarchical cache on kvpact: a general plugin, see docs/sglang.md."""
