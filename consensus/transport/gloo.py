@@ -117,19 +117,21 @@ class SharedStore(NamedTuple):
 def share_store(group: Any) -> SharedStore:
     """Have rank 0 of an engine's own ``group`` serve a store, and tell all its ranks where.
 
-    Once, at start: every rank of ``group`` must call it, for it broadcasts in that group. Who is
-    rank 0 is reached by the name of its host.
+    Once, at start: every rank of ``group`` must call it, for it broadcasts in that group. Over
+    several hosts the store listens on all interfaces and is reached by the name of rank 0's host:
+    then give the run a secret (KVPACT_SECRET).
     """
     rank, size = int(_c10d.get_rank(group)), int(_c10d.get_world_size(group))
-    root = int(_c10d.get_global_rank(group, 0))
-    served, port = serve_tcp_store() if rank == 0 else (None, 0)
-    # With one host there is nothing to look up, and look-ups are slow where names are not kept.
     names: list[Any] = [None] * size
     _c10d.all_gather_object(names, socket.gethostname(), group=group)
-    host = "127.0.0.1" if len(set(names)) == 1 else names[0]
-    told: list[Any] = [(host, port)]
-    _c10d.broadcast_object_list(told, src=root, group=group)
-    return SharedStore(told[0][0], told[0][1], rank, size, served)
+    # With one host there is nothing to look up, and nobody else can reach the store.
+    is_one_host = len(set(names)) == 1
+    served, port = None, 0
+    if rank == 0:
+        served, port = serve_tcp_store(host="127.0.0.1" if is_one_host else "")
+    told: list[Any] = ["127.0.0.1" if is_one_host else names[0], port]
+    _c10d.broadcast_object_list(told, src=int(_c10d.get_global_rank(group, 0)), group=group)
+    return SharedStore(told[0], told[1], rank, size, served)
 
 
 def connect_tcp_store(host: str, port: int, timeout_s: float) -> RawStore:
