@@ -122,6 +122,7 @@ def test_who_hears_of_a_finding_between_steps_compares_from_the_same_place(lag: 
     go_on(world, lag + QUIET_STEPS)
     only(rank.manager.journal.fingerprint for rank in world.ranks)
     assert [len(one) for one in told] == [1] * 3
+    assert only(rank.stepper.change.endings["Divergence"] for rank in world.ranks) == 1
 
 
 @LAGS
@@ -204,6 +205,15 @@ def test_a_silent_store_ends_only_the_observing(lag: int) -> None:
         assert rank.stepper.observation.is_off
         assert [one.seal.error.kind for one in incidents] == ["StoreSilent"]
         assert any("mismatch" in line for line in incidents[0].seal.error.story)
+
+
+def test_what_a_stranger_wrote_ends_only_the_observing() -> None:
+    world, told = observing(1)
+    world.store.set("epoch/0/closing", b"no step")
+    assert not world.run(3, only_ranks=(0, 2))
+    for number in (0, 2):
+        assert [one.seal.then for one in told[number]] == ["off"]
+        assert told[number][0].seal.error.kind == "StoreForged"
 
 
 def test_a_listener_that_fails_changes_nothing() -> None:

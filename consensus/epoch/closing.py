@@ -189,7 +189,8 @@ class Closer:
         """The seal where something was not written by this run: nothing more is settled."""
         step = 0 if self._report is None else self._report.at_step
         error = SealedError("StoreForged", forged.message, (), self.epoch, step)
-        return Seal(error, through=0, verdicts={})
+        then = "off" if self._policy.kind == "observe" else "raise"
+        return Seal(error, through=0, verdicts={}, then=then)
 
     def have_all_read(self) -> bool:
         """Say that this rank has read the seal; whether all others who reported have.
