@@ -104,6 +104,44 @@ def test_two_that_do_not_fit_together_come_one_after_the_other(lag: int) -> None
     world.is_empty()
 
 
+@LAGS
+def test_who_waits_holds_nothing_of_what_is_cached(lag: int) -> None:
+    """A prefix that waits for pages would keep them from whoever is before it."""
+    world = World(lag=lag, device_pages=8, host_pages=0)
+    runner = admit(world, "klmn", "runner")
+    world.drain()
+    assert outcome(runner) == (READY, 4)
+    world.store("ab")
+    waiting = admit(world, "abcdef", "waits")
+    world.step_all(2 + lag)
+    assert outcome(waiting) == (PENDING, 0)
+    assert world.pinned()[DEVICE] == 0  # the runner's pages are its own
+    assert world.evict(DEVICE, 2) == 2
+    world.finish("runner")
+    world.drain()
+    assert outcome(waiting) == (READY, 6)
+    world.finish("waits")
+    world.is_empty()
+
+
+@LAGS
+def test_who_would_fit_does_not_overtake_the_head(lag: int) -> None:
+    world = World(lag=lag, device_pages=8)
+    runner = admit(world, "klmn", "runner")
+    world.drain()
+    assert outcome(runner) == (READY, 4)
+    large = admit(world, "uvwxyz", "large")
+    small = admit(world, "st", "small")
+    world.step_all(3 + lag)
+    assert (outcome(large), outcome(small)) == ((PENDING, 0), (PENDING, 0))
+    world.finish("runner")
+    world.drain()
+    assert (outcome(large), outcome(small)) == ((READY, 6), (READY, 2))
+    for name in ("large", "small"):
+        world.finish(name)
+    world.is_empty()
+
+
 def test_who_can_never_fit_is_refused_by_name_at_once_and_holds_up_nobody() -> None:
     world = World(device_pages=(8, 6), headroom_pages=1)
     world.step_all(2)

@@ -41,6 +41,7 @@ DEPENDS_ON_LAG = {
     "insert_refused_backup_running.toml": "counts a refusal after one step",
     "parent_refused_child_fits.toml": "counts aborts after one step",
     "flush_shares_the_ballot.toml": "looks at what one step ended",
+    "observe_then_stall.toml": "notices a missing rank in one step",
     "reserve_refused_on_one_rank.toml": "counts an abort after one step",
 }
 
