@@ -29,6 +29,8 @@ __all__ = ["Carryover"]
 #: Agreed when an epoch opens, beside the usable pages of each pool; the MIN over the ranks counts.
 _HEADROOM = "headroom wanted"
 _ATTACHED = "storage attached"
+#: A digest and its negative: equal on all ranks iff the one MIN is the negative of the other.
+_DROPPED, _DROPPED_NEGATIVE = "namespaces dropped", "namespaces dropped, negative"
 
 
 class _Page:
@@ -94,6 +96,8 @@ class Carryover:
         core = self._core
         usable = {pool: core.usable(pool) for pool in core.manager.schema.pools}
         usable[_HEADROOM] = core.engine_pages.expected
+        usable[_DROPPED] = core.namespaces.digest
+        usable[_DROPPED_NEGATIVE] = -core.namespaces.digest
         if core.storage is not None:
             usable[_ATTACHED] = int(core.storage.is_attached)
         return usable
@@ -253,6 +257,9 @@ class Carryover:
         core = self._core
         agreed = dict(usable)
         core.engine_pages.expect(agreed.pop(_HEADROOM, core.engine_pages.expected))
+        lowest, negative = agreed.pop(_DROPPED, 0), agreed.pop(_DROPPED_NEGATIVE, 0)
+        if lowest != -negative:
+            core.namespaces.drop_all(epoch)
         if core.storage is not None:
             core.storage.resume(attached=bool(agreed.pop(_ATTACHED, core.storage.is_attached)))
         core.manager.begin_epoch(epoch, agreed)
@@ -282,7 +289,8 @@ class Carryover:
         pools = [
             (name, ledger.usable(name), ledger.charged(name)) for name in core.manager.schema.pools
         ]
-        state = (pools, core.engine_pages.expected, attached, core.is_detached, core.weights)
+        names = core.namespaces.digest
+        state = (pools, core.engine_pages.expected, attached, core.is_detached, core.weights, names)
         digest.update(repr(state).encode("utf-8", "backslashreplace"))
         return digest.intdigest() & MASK62
 

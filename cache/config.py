@@ -45,7 +45,7 @@ _LEAST: Final = {
     "max_resets": 0,
     "integrity_every_steps": 0,
 }
-_FLAGS = ("evicts_whole_nodes", "verifies_copies")
+_FLAGS = ("evicts_whole_nodes", "verifies_copies", "freezes_gc")
 _CHOICES: Final = {
     "mode": Mode,
     "eviction": Eviction,

@@ -273,8 +273,11 @@ class HierarchicalCache:
         smallest device could never hold it. :meth:`abort` ends it in every state. It waits for the
         request's prefetch. Raises :class:`Misuse` where the request waits or owns pages already.
         """
-        if extra_pages < 0 or (minimum_pages is not None and minimum_pages < 1):
-            raise Misuse(f"request {request!r}: {extra_pages} extra, {minimum_pages} minimum pages")
+        request, namespace = as_text("request", request), as_text("namespace", namespace)
+        tokens, priority = as_tokens(tokens), as_count("priority", priority)
+        extra_pages = as_count("extra_pages", extra_pages)
+        if minimum_pages is not None:
+            minimum_pages = as_count("minimum_pages", minimum_pages, 1)
         if not len(tokens) + extra_pages:
             raise Misuse(f"request {request!r} asks to be admitted with no tokens and no pages")
         known = self.requests.get(request)

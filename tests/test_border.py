@@ -44,12 +44,14 @@ TOKENS: list[Any] = [
 #: By parameter: a right value, and wrong ones.
 VALUES: dict[str, tuple[Any, list[Any]]] = {
     "complete": (True, [1, None, "yes"]),
+    "extra_pages": (1, COUNTS),
     "fill": (None, [7, "fill"]),
     "hold": (False, [1, "no", None]),
     "iteration": (1, COUNTS),
     "layer": (0, [*COUNTS, 2]),
     "loads": ((), [7, None, "12", [1.5], [-1]]),
     "match": (None, [None, 7, (1, 2)]),
+    "minimum_pages": (None, [0, *(one for one in COUNTS if one is not None)]),
     "namespace": ("", TEXTS),
     "num_pages": (1, COUNTS),
     "pages_max": (None, [one for one in COUNTS if one is not None]),

@@ -224,6 +224,8 @@ ALONE: dict[str, Callable[[HierarchicalCache], object]] = {
     "matched": lambda cache: cache.match_prefix(prompt("abcd"), request="t"),
     "fetched": lambda cache: cache.prefetch("p", prompt("mnop")),
     "detached storage": lambda cache: cache.detach_storage(),
+    "dropped a namespace": lambda cache: cache.drop_namespace(""),
+    "waits for admission": lambda cache: cache.admit("s", prompt("stuvwxyz")),
     "emptied storage": lambda cache: cache.clear_storage(),
     "inserted": lambda cache: cache.propose_insert("q", prompt("uv")),
 }

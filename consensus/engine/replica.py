@@ -168,7 +168,7 @@ def join(
     """
     policy, limits = policy or Policy(), limits or StepLimits()
     if carrier is None and policy.kind not in ("raise", "observe"):
-        raise Misuse(f"the policy {policy.kind!r} needs a carrier: what becomes of the tree?")
+        raise Misuse(f"the policy '{policy.kind}' needs a carrier: what becomes of the tree?")
     schema = Schema(pools=tuple(sorted(pools)), num_slots=num_slots)
     limbo = Limbo()
 
