@@ -136,7 +136,10 @@ class Tiers:
         """Nobody will ask for what is kept under this name: what may go of it goes at once."""
         for node in reversed(list(self.tree.nodes())):  # children before parents
             for tier in Tier:
-                if node.namespace == namespace and node.at(tier).standing is Standing.FREE:
+                may_go = node.namespace == namespace and node.at(tier).standing is Standing.FREE
+                # What is below it on HOST, for a copy that still reads it, is reached through it.
+                is_way = tier is Tier.DEVICE and node.host.num_children > 0
+                if may_go and (not is_way or node.host.is_published):
                     self.evict_node(node, tier)
         self.prune()
 

@@ -284,6 +284,9 @@ def _totals(num_worlds: int, rank_steps: int, spent_s: float, digest: str, faile
 
 def _write_small(console: Console, config: FuzzConfig, result: WorldResult) -> None:
     seed = result.seed
+    if all(line.startswith("history:") for line in result.failures):
+        console.print(f"seed {seed}: only its journals show it, so it is not made small")
+        return
     console.print(f"making seed {seed} small ...")
     small = small_scenario(seed, liveness=config.liveness, weighted=result.weighted)
     folder = Path(config.out) if config.out is not None else Path()

@@ -102,6 +102,7 @@ class History:
 
     def __init__(self) -> None:
         self.epoch = -1
+        self.part = 0  # of the epoch: how often counting began anew in it
         self.sealed: dict[int, str] = {}  # epoch -> the kind of error that ended it
         self.num_decisions = 0
         self.num_intents = 0
@@ -150,6 +151,10 @@ class History:
             if line.epoch < self.epoch:
                 raise Violation(f"order: epoch {line.epoch} after epoch {self.epoch}")
             self._begin(line.epoch)
+        if line.tag == "observed" and line.place == 0 and line.epoch in self.sealed:
+            # A difference was told and, with policy observe, counting begins anew within the epoch.
+            self.num_decisions = 0
+            self.part += 1
         if line.place >= 0:
             if line.place != self.num_decisions:
                 raise Violation(f"order: decision {line.place} follows {self.num_decisions - 1}")
@@ -174,6 +179,7 @@ class History:
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
         self.num_decisions = 0
+        self.part = 0
         self._intents.clear()
         self._over.clear()
         self._unposted.clear()

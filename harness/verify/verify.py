@@ -71,7 +71,7 @@ def check_folder(folder: Path) -> str:
             try:
                 history.add(line)
                 if line.place >= 0:
-                    logs.add(path, line)
+                    logs.add(path, line, history.part)
             except Violation as error:
                 raise Violation(f"{path} line {line.number}: {error}") from None
     sealed: dict[int, str] = {}
@@ -89,44 +89,46 @@ def check_folder(folder: Path) -> str:
     parted = f"; of these {len(logs.parted)} parted, and ended as that" if logs.parted else ""
     return (
         f"{folder}: holds; {len(histories)} ranks, {logs.num_decisions} decisions, {intents}"
-        f" intents, {len(logs.epochs)} epochs{parted}"
+        f" intents, {len({epoch for epoch, _ in logs.parts})} epochs{parted}"
     )
 
 
 class _Logs:
     """Logs are prefix-equal: what an earlier journal says at a place, a later one says too.
 
+    Places count within a part of an epoch; a difference that was only observed begins a new part.
     ``parted`` has, by epoch, the first difference: where all ranks were told of it, in a seal, it
     is no broken rule. A digest a decision is kept, so that a whole night fits into memory.
     """
 
     def __init__(self) -> None:
-        self.epochs: dict[int, array[int]] = {}
+        self.parts: dict[tuple[int, int], array[int]] = {}
         self.parted: dict[int, str] = {}
-        self._told_by: dict[int, list[tuple[int, Path]]] = {}  # from which place on, and by whom
+        # From which place on, and by whom.
+        self._told_by: dict[tuple[int, int], list[tuple[int, Path]]] = {}
 
     @property
     def num_decisions(self) -> int:
         """Of all epochs."""
-        return sum(len(found) for found in self.epochs.values())
+        return sum(len(found) for found in self.parts.values())
 
-    def add(self, path: Path, line: Line) -> None:
-        """The next decision of this journal."""
-        known = self.epochs.setdefault(line.epoch, array("Q"))
+    def add(self, path: Path, line: Line, part: int) -> None:
+        """The next decision of this journal, in a ``part`` of its epoch."""
+        known = self.parts.setdefault((line.epoch, part), array("Q"))
         digest = xxhash.xxh3_64_intdigest(json.dumps([line.tag, line.values]).encode())
         if line.place >= len(known):
-            told_by = self._told_by.setdefault(line.epoch, [])
+            told_by = self._told_by.setdefault((line.epoch, part), [])
             if not told_by or told_by[-1][1] != path:
                 told_by.append((line.place, path))
             known.append(digest)
         elif known[line.place] != digest and line.epoch not in self.parted:
             self.parted[line.epoch] = (
                 f"{path} line {line.number}: prefix: decision {line.place} of epoch {line.epoch} is"
-                f" {line.tag} {line.values}, but on an earlier rank {self._look_up(line)}"
+                f" {line.tag} {line.values}, but on an earlier rank {self._look_up(line, part)}"
             )
 
-    def _look_up(self, line: Line) -> str:
-        told_by = [path for place, path in self._told_by[line.epoch] if place <= line.place]
+    def _look_up(self, line: Line, part: int) -> str:
+        told_by = [path for place, path in self._told_by[line.epoch, part] if place <= line.place]
         for other in read_lines(told_by[-1]):
             if (other.epoch, other.place) == (line.epoch, line.place):
                 return f"{other.tag} {other.values}"
