@@ -126,7 +126,7 @@ class Carryover:
         for name in self.lost:
             request = core.requests.get(name)
             if request is not None:
-                core.orphans.take([request])
+                core.orphans.take([request], among=core.requests)
                 core.orphans.lose(request)
                 core.requests.forget(request)
         for path in core.paths:
@@ -138,7 +138,7 @@ class Carryover:
             core.is_detached = True
             self._rebuild_device_tier(set(seal.kept))
         else:
-            core.orphans.take(core.requests)
+            core.orphans.take(core.requests, among=core.requests)
             core.tree.clear()
             self._reset_pools([], [])
 
@@ -182,6 +182,7 @@ class Carryover:
         stays = [page for key, page in arrived.items() if key in kept]
         core.orphans.take(
             cut,
+            among=core.requests,
             but={page.page for page in stays},
             but_side={pair for page in stays for pair in page.side.items()},
         )

@@ -181,6 +181,8 @@ class Admission(Path):
                     other.overtaken += other.number < wish.number
             else:
                 break
+        if self._room_lacked is not None:  # who waits holds nothing, so there is as much as this
+            self._room_lacked = self._tiers.room(Tier.DEVICE)
 
     def settled(self) -> None:
         """A step was settled, and so were the loads and the pages: tell the tickets."""

@@ -32,15 +32,16 @@ class Orphans:
         self,
         requests: Iterable[Request],
         *,
+        among: Iterable[Request],
         but: Container[int] = (),
         but_side: Container[tuple[str, int]] = (),
     ) -> None:
         """All that ``requests`` hold is orphaned: they have no path and no pages of their own.
 
+        They are ``among`` the live ones, of which others may hold orphans of an earlier epoch.
         ``but`` what a tree owns from now on, of lost requests too.
         """
-        alive = [*requests, *self._lost.values()]
-        for request in alive:
+        for request in [*requests, *self._lost.values()]:
             for node in [] if request.held is None else request.held.path():
                 request.orphans += node.device.pages
                 for name, pages in node.device.side.items():
@@ -49,6 +50,7 @@ class Orphans:
             request.orphans = [page for page in request.orphans if page not in but]
             request.side_orphans = [pair for pair in request.side_orphans if pair not in but_side]
             request.held, request.private = None, []
+        alive = [*among, *self._lost.values()]
         self._pages = Counter(page for request in alive for page in request.orphans)
         self._side_pages = Counter(pair for request in alive for pair in request.side_orphans)
 

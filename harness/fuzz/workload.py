@@ -152,6 +152,10 @@ class Workload:
             kinds["attach"] = kinds["detach"] = False
         kinds["decide"] = world.pp == 1
         kinds["diverge"] = world.policy in ("reset", "detach") and kinds["fault"]
+        if kinds["diverge"]:
+            # An ordered end of the epoch may come before the ballot that tells of a difference;
+            # then no seal does, and the journals part without one.
+            kinds["reset"] = kinds["new_weights"] = False
         self._could = {**kinds, "attach": kinds["prefetch"], "detach": kinds["prefetch"]}
         kinds["reset"] = draw.random() < 0.2
         kinds["new_weights"] = draw.random() < 0.2
