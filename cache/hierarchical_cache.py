@@ -110,34 +110,17 @@ class HierarchicalCache:
         #: The version of the weights that compute the pages: agreed.
         self.weights = config.weights
         self.journal = journal
-        core = CacheCore(
+        #: All that this rank's cache consists of: for tests and the harness, which look in.
+        self.core = core = CacheCore(
             config, group.rank, journal, pools=pools, mover=mover, storage=storage, side=side
         )
-        self._core = core
-        # The core by name, for those who look in; nothing outside decides with them.
-        self.tree, self.tiers, self.manager = core.tree, core.tiers, core.manager
-        self.requests, self.orphans, self.withdrawal = (
-            core.requests,
-            core.orphans,
-            core.withdrawal,
-        )
-        self.insertion, self.insert_line, self.backup = (
-            core.insertion,
-            core.insert_line,
-            core.backup,
-        )
-        self.load_back, self.engine_pages = core.load_back, core.engine_pages
-        self.admission = core.admission
-        self.admission.capacity_pages = usable[Tier.DEVICE.value]
-        self.storage, self.staged_loads = core.storage, core.staged_loads
-        self.lookup, self.own_insert = core.lookup, core.own_insert
-        self.namespaces = core.namespaces
-        self.carryover = Carryover(core)
+        core.admission.capacity_pages = usable[Tier.DEVICE.value]
+        self._carryover = Carryover(core)
         self._num_resets = self._num_ordered = 0
         self._device_pages = usable[Tier.DEVICE.value]
-        self.manager.begin_epoch(0, {**usable, STORAGE: core.usable(STORAGE)})
+        self.core.manager.begin_epoch(0, {**usable, STORAGE: core.usable(STORAGE)})
         self.stepper = Stepper(
-            self.manager,
+            self.core.manager,
             group,
             store,
             limits=StepLimits(
@@ -148,9 +131,9 @@ class HierarchicalCache:
             ),
             prepare=core.prepare,
             settled=core.settled,
-            live=lambda: self.requests.digest,
+            live=lambda: self.core.requests.digest,
             locator=locator,
-            carrier=self.carryover,
+            carrier=self._carryover,
             policy=Policy(config.policy, config.max_resets, config.reset_window_s),
             regroup=regroup,
             beacon=beacon,
@@ -181,10 +164,10 @@ class HierarchicalCache:
         if outcomes is None:
             return None
         every = self.config.integrity_every_steps
-        if every and self.manager.step % every == 0:
+        if every and self.core.manager.step % every == 0:
             self.check_integrity()
-        void, self.withdrawal.must_recompute = self.withdrawal.must_recompute, []
-        lost, self.carryover.lost = self.carryover.lost, ()
+        void, self.core.withdrawal.must_recompute = self.core.withdrawal.must_recompute, []
+        lost, self._carryover.lost = self._carryover.lost, ()
         resets, self._num_resets = self._num_resets, self.stepper.change.num_resets
         result = StepResult(
             outcomes, tuple(dict.fromkeys(void)), lost, was_reset=resets != self._num_resets
@@ -222,14 +205,14 @@ class HierarchicalCache:
         :class:`Misuse` where the request holds another prompt, or owns pages of its own.
         """
         name = None if request is None else as_text("request", request)
-        return self.lookup.match(as_tokens(tokens), namespace, name)
+        return self.core.lookup.match(as_tokens(tokens), namespace, name)
 
     def peek(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
         """Pages from the start of ``tokens`` by tier, and ``usable`` over both. Changes nothing.
 
         What a match would find: with side pools only as far as their state is there, too.
         """
-        return self.lookup.peek(as_tokens(tokens), namespace)
+        return self.core.lookup.peek(as_tokens(tokens), namespace)
 
     def request_load_back(
         self, request: str, match: Match, *, pages_max: int | None = None
@@ -242,17 +225,17 @@ class HierarchicalCache:
         request, match = as_text("request", request), as_match(match)
         if pages_max is not None:
             pages_max = as_count("pages_max", pages_max)
-        live = self.requests.get(request)
+        live = self.core.requests.get(request)
         if live is not None:
-            live.requires(match.tokens, self.namespaces.inner(match.namespace), "loads")
+            live.requires(match.tokens, self.core.namespaces.inner(match.namespace), "loads")
         self.journal.note("request_load_back", request)
-        path = self.lookup.path_of(match)
-        if self.staged_loads is not None:
-            live = self.requests.open(request)
-            self.load_back.hold(live, path)
-            inner = self.namespaces.inner(match.namespace)
-            return self.staged_loads.request(live, match.tokens, inner, path)
-        return self.load_back.request(self.requests.open(request), path, pages_max)
+        path = self.core.lookup.path_of(match)
+        if self.core.staged_loads is not None:
+            live = self.core.requests.open(request)
+            self.core.load_back.hold(live, path)
+            inner = self.core.namespaces.inner(match.namespace)
+            return self.core.staged_loads.request(live, match.tokens, inner, path)
+        return self.core.load_back.request(self.core.requests.open(request), path, pages_max)
 
     def admit(
         self,
@@ -280,12 +263,12 @@ class HierarchicalCache:
             minimum_pages = as_count("minimum_pages", minimum_pages, 1)
         if not len(tokens) + extra_pages:
             raise Misuse(f"request {request!r} asks to be admitted with no tokens and no pages")
-        known = self.requests.get(request)
-        if known is not None and (known.private or self.admission.is_wish(known)):
+        known = self.core.requests.get(request)
+        if known is not None and (known.private or self.core.admission.is_wish(known)):
             raise Misuse(f"request {request!r} waits for its admission or owns pages already")
         self.journal.note("admit", request, len(tokens), extra_pages, minimum_pages or 0, priority)
-        return self.admission.request(
-            self.requests.open(request),
+        return self.core.admission.request(
+            self.core.requests.open(request),
             tokens,
             namespace,
             extra_pages=extra_pages,
@@ -297,12 +280,12 @@ class HierarchicalCache:
         """Ask for device pages beyond the headroom; ``step`` decides."""
         request, num_pages = as_text("request", request), as_count("num_pages", num_pages, 1)
         self.journal.note("request_pages", request, num_pages)
-        return self.engine_pages.request(self.requests.open(request), num_pages)
+        return self.core.engine_pages.request(self.core.requests.open(request), num_pages)
 
     def allocate(self, request: str, num_pages: int) -> list[int] | None:
         """Device pages for ``request`` at once, out of the voted headroom; ``None``: too many."""
         num_pages = as_count("num_pages", num_pages, 1)
-        return self.engine_pages.allocate(self._live(request), num_pages)
+        return self.core.engine_pages.allocate(self._live(request), num_pages)
 
     def pages(self, request: str) -> list[int]:
         """This rank's device pages of ``request``, in the order of its prompt.
@@ -320,11 +303,11 @@ class HierarchicalCache:
         """
         num_pages = as_count("num_pages (of the headroom)", num_pages, most=self._device_pages)
         self.journal.note("expect_pages", num_pages)
-        self.engine_pages.expect(num_pages)
+        self.core.engine_pages.expect(num_pages)
 
     def room(self, tier: Tier = Tier.DEVICE) -> int:
         """Pages that can be had, evicting what may go: agreed, O(1), no communication."""
-        return self.tiers.room(as_tier(tier))
+        return self.core.tiers.room(as_tier(tier))
 
     # -- around the forward pass -----------------------------------------------------------------
 
@@ -345,7 +328,7 @@ class HierarchicalCache:
         layer = as_count("layer", layer, most=self.config.kv_shape.layers - 1)
         timeout_s = as_seconds("timeout_s", timeout_s)
         loads = as_counts("loads", loads)
-        return not loads or self.tiers.copier.mover.wait_layer(layer, timeout_s, loads)
+        return not loads or self.core.tiers.copier.mover.wait_layer(layer, timeout_s, loads)
 
     # -- when tokens were computed ---------------------------------------------------------------
 
@@ -355,11 +338,11 @@ class HierarchicalCache:
         Only whole pages enter. Raises :class:`Misuse` where the request has fewer pages, or holds
         another prefix.
         """
-        tokens, inner = as_tokens(tokens), self.namespaces.inner(namespace)
+        tokens, inner = as_tokens(tokens), self.core.namespaces.inner(namespace)
         live = self._live(request)
-        if self.namespaces.is_older(live, namespace):
+        if self.core.namespaces.is_older(live, namespace):
             return InsertResult([], 0, 0)
-        return self.own_insert.insert(live, tokens, inner)
+        return self.core.own_insert.insert(live, tokens, inner)
 
     def propose_insert(
         self,
@@ -376,31 +359,31 @@ class HierarchicalCache:
         False: refused at once, on every rank. ``fill(nodes, pages)`` writes the bytes as soon as
         this rank holds the pages. With ``hold`` the path stays pinned until the request ends.
         """
-        request, inner = as_text("request", request), self.namespaces.inner(namespace)
+        request, inner = as_text("request", request), self.core.namespaces.inner(namespace)
         tokens, fill = as_tokens(tokens), as_fill(fill)
         hold, priority = as_flag("hold", hold), as_count("priority", priority)
         if len(tokens) < self.config.page_size:
             raise Misuse(f"request {request!r} inserts less than one page")
         self.journal.note("propose_insert", request, priority)
-        live = self.requests.get(request)
-        if live is not None and self.namespaces.is_older(live, namespace):
+        live = self.core.requests.get(request)
+        if live is not None and self.core.namespaces.is_older(live, namespace):
             return False
-        holder = self.requests.open(request) if hold else None
-        return self.insert_line.propose(tokens, inner, fill, holder, priority)
+        holder = self.core.requests.open(request) if hold else None
+        return self.core.insert_line.propose(tokens, inner, fill, holder, priority)
 
     def free(self, request: str, num_pages: int) -> None:
         """Give back the last ``num_pages`` of the pages that the request owns itself."""
         live, num_pages = self._live(request), as_count("num_pages", num_pages)
         if num_pages > len(live.private):
             raise Misuse(f"request {request!r} owns {len(live.private)} pages, not {num_pages}")
-        self.engine_pages.free(live, num_pages)
+        self.core.engine_pages.free(live, num_pages)
 
     def finish_request(
         self, request: str, tokens: Tokens | None = None, *, namespace: str = ""
     ) -> RequestReport:
         """The request ends well: insert ``tokens``, unpin its path, free what it still owns."""
         live = self._live(request)
-        self.namespaces.inner(namespace)
+        self.core.namespaces.inner(namespace)
         if tokens is not None:
             self.insert(request, tokens, namespace=namespace)
         report = self.report(request)
@@ -425,29 +408,29 @@ class HierarchicalCache:
         wrong here is met in the next step, by all ranks.
         """
         self.journal.note("flush_call")
-        self.stepper.attempt(self._core.flush)
+        self.stepper.attempt(self.core.flush)
 
     def abort(self, request: str) -> None:
         """End the request in whatever state it is: tickets, pins and pages all come back."""
         self.journal.note("abort_request", as_text("request", request))
-        self.orphans.release_lost(request)
-        live = self.requests.get(request)
+        self.core.orphans.release_lost(request)
+        live = self.core.requests.get(request)
         if live is not None:
             self._release(live)
 
     def _live(self, request: str) -> Request:
         """The live request of this name. Raises :class:`Misuse` where there is none."""
-        return self.requests.require(as_text("request", request))
+        return self.core.requests.require(as_text("request", request))
 
     def _release(self, live: Request) -> None:
-        self.admission.cancel(live)
-        self.load_back.cancel(live)
-        if self.storage is not None:
-            self.storage.prefetch.cancel(live)
-        self.engine_pages.cancel(live)
-        self.engine_pages.free(live, len(live.private))
-        self.orphans.release(live)
-        self.requests.close(live)
+        self.core.admission.cancel(live)
+        self.core.load_back.cancel(live)
+        if self.core.storage is not None:
+            self.core.storage.prefetch.cancel(live)
+        self.core.engine_pages.cancel(live)
+        self.core.engine_pages.free(live, len(live.private))
+        self.core.orphans.release(live)
+        self.core.requests.close(live)
 
     # -- admin -----------------------------------------------------------------------------------
 
@@ -455,7 +438,7 @@ class HierarchicalCache:
         """Evict at least ``num_pages`` where as many may go; how many went."""
         tier, num_pages = as_tier(tier), as_count("num_pages", num_pages)
         self.journal.note("evict_call", tier.value, num_pages)
-        return self.tiers.evict(tier, num_pages)
+        return self.core.tiers.evict(tier, num_pages)
 
     def drop_namespace(self, namespace: str) -> None:
         """An agreed call: nothing that was computed under this name is ever served again.
@@ -466,9 +449,9 @@ class HierarchicalCache:
         what they hold; their later inserts do nothing. It counts for this run: where storage
         outlives the run, put the version of the adapter into the namespace.
         """
-        before = self.namespaces.drop(as_text("namespace", namespace))
+        before = self.core.namespaces.drop(as_text("namespace", namespace))
         self.journal.note("drop_namespace", namespace)
-        self.tiers.evict_namespace(before)
+        self.core.tiers.evict_namespace(before)
 
     def prefetch(self, request: str, tokens: Tokens, *, namespace: str = "") -> Ticket:
         """Fetch from STORAGE to HOST what of ``tokens`` is not cached; ``step`` decides.
@@ -476,34 +459,34 @@ class HierarchicalCache:
         In buffer-only mode it goes on to DEVICE. Without storage the ticket is refused, and with
         side pools: what they keep is not stored, and a prefix is of no use without it.
         """
-        request, inner = as_text("request", request), self.namespaces.inner(namespace)
+        request, inner = as_text("request", request), self.core.namespaces.inner(namespace)
         tokens = as_tokens(tokens)
         self.journal.note("prefetch", request)
-        live = self.requests.open(request)
-        path = self.lookup.served(self.tree.match(tokens, inner))
-        if self.storage is None or not self.storage.is_attached:
+        live = self.core.requests.open(request)
+        path = self.core.lookup.served(self.core.tree.match(tokens, inner))
+        if self.core.storage is None or not self.core.storage.is_attached:
             ticket = Ticket(live, None, 0)
             ticket.refuse("no storage is attached")
             return ticket
-        if self.tiers.side:
+        if self.core.tiers.side:
             ticket = Ticket(live, None, 0)
             ticket.refuse("side pools are not stored: their state must be computed")
             return ticket
-        if self.staged_loads is not None:
-            return self.staged_loads.request(live, tokens, inner, path)
-        return self.storage.prefetch.request(live, tokens, inner, path)
+        if self.core.staged_loads is not None:
+            return self.core.staged_loads.request(live, tokens, inner, path)
+        return self.core.storage.prefetch.request(live, tokens, inner, path)
 
     def settle_for_prefetch(self, request: str) -> bool:
         """Whether admission may go on (agreed call): the request's prefetch has ended.
 
         With the policy ``best_effort`` this ends it with what has arrived.
         """
-        live = self.requests.get(as_text("request", request))
-        if live is None or self.storage is None:
+        live = self.core.requests.get(as_text("request", request))
+        if live is None or self.core.storage is None:
             return True
         if self.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
-            self.storage.prefetch.settle_for(live)
-        return not self.storage.prefetch.is_pending(live)
+            self.core.storage.prefetch.settle_for(live)
+        return not self.core.storage.prefetch.is_pending(live)
 
     def attach_storage(self) -> None:
         """An agreed call: writes and prefetches may begin again.
@@ -528,13 +511,13 @@ class HierarchicalCache:
         self._storage().empty()
 
     def _storage(self) -> StorageTier:
-        if self.storage is None:
+        if self.core.storage is None:
             raise Misuse("this cache was built without a storage: hand open_storage to join_cache")
-        return self.storage
+        return self.core.storage
 
     def events(self) -> list[CacheEvent]:
         """What was stored and removed since the last call, in the same order on every rank."""
-        return self._core.event_log.take()
+        return self.core.event_log.take()
 
     def reset(self) -> None:
         """An agreed call: every rank drops to an empty cache in a new epoch, between two steps.
@@ -542,11 +525,11 @@ class HierarchicalCache:
         What live requests hold stays out of use until they end; their later inserts do nothing.
         """
         self.stepper.require_idle()
-        ledger = self.manager.ledger
-        usable = {pool: ledger.usable(pool) for pool in self.manager.schema.pools}
-        usable[Tier.DEVICE.value] += len(self.orphans.pages)  # they are not usable already
-        self.carryover.drop(None)
-        usable[Tier.DEVICE.value] -= len(self.orphans.pages)
+        ledger = self.core.manager.ledger
+        usable = {pool: ledger.usable(pool) for pool in self.core.manager.schema.pools}
+        usable[Tier.DEVICE.value] += len(self.core.orphans.pages)  # they are not usable already
+        self._carryover.drop(None)
+        usable[Tier.DEVICE.value] -= len(self.core.orphans.pages)
         self.stepper.renew(usable)
         self._num_ordered += 1
 
@@ -560,10 +543,10 @@ class HierarchicalCache:
         if not isinstance(version, str) or not version.isprintable() or not version:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise Misuse(f"new_weights needs a version: printable text, not {version!r}")
         self.stepper.require_idle()
-        self._core.weights = self.weights = version
-        if self.storage is not None:
-            self.storage.io.change_weights(version)
-            self._core.event_log.cleared(STORAGE)
+        self.core.weights = self.weights = version
+        if self.core.storage is not None:
+            self.core.storage.io.change_weights(version)
+            self.core.event_log.cleared(STORAGE)
         self.reset()
 
     def paused(self, reason: str) -> AbstractContextManager[None]:
@@ -576,7 +559,7 @@ class HierarchicalCache:
 
     def has_pending(self) -> bool:
         """Something waits for a step: an idle engine keeps stepping. Agreed."""
-        return self._core.has_pending
+        return self.core.has_pending
 
     def report(self, request: str) -> RequestReport:
         """What a live request hit, loaded and must compute, in pages, and why."""
@@ -595,7 +578,7 @@ class HierarchicalCache:
         """Counters since the start; pages, intents and copies. Cheap."""
         change = self.stepper.change
         return {
-            **self._core.counts(),
+            **self.core.counts(),
             "collectives": self.stepper.num_collectives,
             "divergences": change.endings["Divergence"],
             "stalls": change.endings["RankStalled"],
@@ -604,11 +587,11 @@ class HierarchicalCache:
 
     def check_integrity(self) -> None:
         """Prove that every page has one owner and every count holds; raises ``InternalError``."""
-        audit(self._core)
+        audit(self.core)
 
     def tensors(self, tier: Tier) -> KVTensors:
         """K and V of this rank's pages in ``tier``: what the engine's kernels read and write."""
-        mover = self.tiers.copier.mover
+        mover = self.core.tiers.copier.mover
         return mover.device if as_tier(tier) is Tier.DEVICE else mover.host
 
     def close(self) -> None:
@@ -618,7 +601,7 @@ class HierarchicalCache:
             if leave is not None:
                 leave()
         finally:
-            self.tiers.copier.mover.close()
+            self.core.tiers.copier.mover.close()
             self.stepper.group.close()
             self.journal.close()
 

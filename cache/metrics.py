@@ -121,7 +121,7 @@ class CacheMetrics:
             self._observe(result.outcomes)
 
     def _observe(self, outcomes: Sequence[Outcome]) -> None:
-        num_backed_up, now_ms = 0, self._cache.manager.clock_ms
+        num_backed_up, now_ms = 0, self._cache.core.manager.clock_ms
         for outcome in outcomes:
             kind = outcome.intent.kind
             if kind == "back_up" and outcome.kind is OutcomeKind.COMMIT:
@@ -152,9 +152,17 @@ class CacheMetrics:
         yield from self._hits(labels, values, counts)
         yield from self._of_tiers(labels, values, counts)
         for name, text, value in (
-            ("epoch", "The epoch that this rank is in.", self._cache.manager.epoch),
-            ("step", "The last step that this rank has settled.", self._cache.manager.settled_step),
-            ("open_intents", "Intents that hold a slot.", len(self._cache.manager.open_intents)),
+            ("epoch", "The epoch that this rank is in.", self._cache.core.manager.epoch),
+            (
+                "step",
+                "The last step that this rank has settled.",
+                self._cache.core.manager.settled_step,
+            ),
+            (
+                "open_intents",
+                "Intents that hold a slot.",
+                len(self._cache.core.manager.open_intents),
+            ),
         ):
             gauge = GaugeMetricFamily(f"kvpact_{name}", text, labels=labels)
             gauge.add_metric(values, value)
@@ -196,10 +204,10 @@ class CacheMetrics:
             "kvpact_evicted_pages", "Pages that left the tier for others.", labels=[*labels, "tier"]
         )
         for tier in Tier:
-            pool = self._cache.tiers.pools[tier]
+            pool = self._cache.core.tiers.pools[tier]
             place = [*values, tier.value]
             total.add_metric(place, pool.num_pages)
-            used.add_metric(place, self._cache.manager.ledger.charged(tier.value))
+            used.add_metric(place, self._cache.core.manager.ledger.charged(tier.value))
             limbo.add_metric(place, pool.num_pages - pool.usable)
             evicted.add_metric(place, counts[f"evicted_{tier.value}"])
         yield from (total, used, limbo, evicted)

@@ -166,7 +166,7 @@ class World:
             if not any(cache.has_pending() for cache in self.caches):
                 return
             self.step()
-        raise AssertionError(f"not idle: {[c.manager.open_intents for c in self.caches]}")
+        raise AssertionError(f"not idle: {[c.core.manager.open_intents for c in self.caches]}")
 
     def check(self) -> None:
         """Conservation, agreement and right bytes."""
@@ -237,7 +237,7 @@ class World:
 
     def own(self, text: str, request: str) -> None:
         """Get device pages for what of the prompt the request does not hold, and compute them."""
-        live = self.caches[0].requests.require(request)
+        live = self.caches[0].core.requests.require(request)
         held = live.held_pages + len(live.private)
         missing = len(text) - held
         if missing > 0:
@@ -250,7 +250,7 @@ class World:
         """Write the bytes of the prompt into the pages that the request owns."""
         hashes = page_hashes(prompt(text), PAGE_SIZE)
         for rank in self.ranks:
-            live = rank.cache.requests.require(request)
+            live = rank.cache.core.requests.require(request)
             mine = hashes[live.held_pages : live.held_pages + len(live.private)]
             fill_pages(rank.tensors[Tier.DEVICE], live.private[: len(mine)], mine, rank.cache.rank)
 
@@ -312,15 +312,15 @@ class World:
 
     def free_pages(self, tier: Tier) -> list[int]:
         """Physically free pages of each rank."""
-        return self.each(lambda cache: cache.tiers.pools[tier].num_free)
+        return self.each(lambda cache: cache.core.tiers.pools[tier].num_free)
 
     def pinned(self) -> dict[Tier, int]:
         """Pages pinned, the same on all ranks."""
-        return self.same(lambda cache: dict(cache.tree.num_pinned))
+        return self.same(lambda cache: dict(cache.core.tree.num_pinned))
 
     def node(self, text: str, rank: int = 0) -> Node:
         """The node that the prompt ends in."""
-        nodes, _ = self.caches[rank].tree.walk(prompt(text))
+        nodes, _ = self.caches[rank].core.tree.walk(prompt(text))
         return nodes[-1]
 
     # -- faults ----------------------------------------------------------------------------------
@@ -359,9 +359,9 @@ class World:
         assert self.pinned() == {Tier.DEVICE: 0, Tier.HOST: 0}
         for cache in self.caches:
             for tier in Tier:
-                pool = cache.tiers.pools[tier]
-                in_tree = sum(len(node.at(tier).pages) for node in cache.tree.nodes())
-                stock = cache.engine_pages.headroom if tier is Tier.DEVICE else 0
+                pool = cache.core.tiers.pools[tier]
+                in_tree = sum(len(node.at(tier).pages) for node in cache.core.tree.nodes())
+                stock = cache.core.engine_pages.headroom if tier is Tier.DEVICE else 0
                 assert pool.num_limbo == 0
                 assert pool.num_free + in_tree + stock == pool.num_pages
 

@@ -27,8 +27,8 @@ def holds(world: World, request: str) -> tuple[int, int]:
     """Pages of the path that it pins, and pages of its own: the same on all ranks."""
     return world.same(
         lambda cache: (
-            cache.requests.require(request).held_pages,
-            len(cache.requests.require(request).private),
+            cache.core.requests.require(request).held_pages,
+            len(cache.core.requests.require(request).private),
         )
     )
 
@@ -264,7 +264,7 @@ def test_misuse_changes_nothing(options: dict[str, Any]) -> None:
         world.caches[0].admit("r", prompt("ab"), **options)
     with pytest.raises(Misuse, match="no tokens"):
         world.caches[0].admit("r", prompt(""))
-    assert world.caches[0].requests.get("r") is None
+    assert world.caches[0].core.requests.get("r") is None
     admit(world, "ab", "r")
     for cache in world.caches:
         with pytest.raises(Misuse, match="waits for its admission or owns pages"):

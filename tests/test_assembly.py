@@ -60,7 +60,7 @@ def test_one_call_makes_a_cache_that_works(port: int, tmp_path: Path) -> None:
         cache.finish_request("a", TOKENS)
         drain(cache, iter(range(2, 50)))
         assert cache.peek(TOKENS) == {"device": 3, "host": 3, "usable": 3}
-        (leaf,), _ = cache.tree.walk(TOKENS)
+        (leaf,), _ = cache.core.tree.walk(TOKENS)
         assert cache.tensors(Tier.HOST).k[0, leaf.host.pages[0] * 4, 0, 0] == 7.0
         assert cache.match_prefix(TOKENS, request="b").pages == cache.pages("b") == row
         cache.check_integrity()

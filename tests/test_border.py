@@ -102,12 +102,15 @@ def test_a_wrong_value_is_a_misuse_that_changes_nothing_and_the_next_step_is_goo
             given_values = {one: VALUES[one][0] for one in parameters(name)}
             given_values |= {"match": matches[0]} if "match" in given_values else {}
             given_values[parameter] = wrong
-            before = world.caches[0].journal.fingerprint, world.caches[0].requests.digest
+            before = world.caches[0].journal.fingerprint, world.caches[0].core.requests.digest
             with pytest.raises(Misuse) as caught:
                 getattr(world.caches[0], name)(**given_values)
             told = str(caught.value)
             assert parameter.partition("_")[0] in told, f"{told!r} does not say where"
-            assert (world.caches[0].journal.fingerprint, world.caches[0].requests.digest) == before
+            assert (
+                world.caches[0].journal.fingerprint,
+                world.caches[0].core.requests.digest,
+            ) == before
     world.step()
     world.insert("abcd", "r")
     world.finish("r")

@@ -26,7 +26,7 @@ def buffered(**config: object) -> World:
 
 
 def flush(world: World, rank: int = 0) -> BufferFlush:
-    backup = world.caches[rank].backup
+    backup = world.caches[rank].core.backup
     assert isinstance(backup, BufferFlush)
     return backup
 
@@ -36,18 +36,20 @@ def resident(world: World, *texts: str) -> None:
     for rank in world.ranks:
         cache = rank.cache
         for text in texts:
-            for node in cache.tree.insert(prompt(text)):
+            for node in cache.core.tree.insert(prompt(text)):
                 if not node.device.state:
-                    pages = cache.tiers.pools[DEVICE].reserve(node.num_pages)
+                    pages = cache.core.tiers.pools[DEVICE].reserve(node.num_pages)
                     assert pages is not None
-                    cache.manager.ledger.charge("device", node.num_pages)
+                    cache.core.manager.ledger.charge("device", node.num_pages)
                     rank.compute([node], pages)
-                    cache.tree.place(node, DEVICE, Residency.RESIDENT, pages)
+                    cache.core.tree.place(node, DEVICE, Residency.RESIDENT, pages)
 
 
 def queue(world: World, *texts: str) -> None:
     for text in texts:
-        world.each(lambda cache, text=text: cache.backup.add_path(cache.tree.match(prompt(text))))
+        world.each(
+            lambda cache, text=text: cache.core.backup.add_path(cache.core.tree.match(prompt(text)))
+        )
 
 
 @contextmanager
@@ -107,7 +109,7 @@ def test_the_end_of_one_ranks_copy_releases_nothing() -> None:
     world.fault(1, "write", "delay", steps=4)
     world.step_all(4)
     # On rank 0 both have ended, on rank 1 "ab" has not: one ack is for both.
-    assert not world.caches[0].tiers.copier.num_running
+    assert not world.caches[0].core.tiers.copier.num_running
     assert world.pinned()[DEVICE] == 4
     assert world.evict(DEVICE, 4) == 0
     assert world.free_pages(HOST) == [12, 12]
@@ -251,7 +253,9 @@ def test_flushes_of_one_ballot_keep_the_order(lag: int) -> None:
     world.each(lambda cache: cache.flush())
     world.step_all(1 + lag)
     if lag == 0:  # else the step that hears of it has planned them again already
-        waiting = world.same(lambda cache: [one.node_id for one in cache.backup.waiting_nodes()])
+        waiting = world.same(
+            lambda cache: [one.node_id for one in cache.core.backup.waiting_nodes()]
+        )
         assert waiting == [world.node("ab").node_id, world.node("cd").node_id]
     world.drain()
     assert [world.in_storage(text) for text in ("ab", "cd")] == [[2, 2], [2, 2]]
@@ -274,7 +278,7 @@ def test_a_node_that_is_split_in_the_queue_is_written_whole() -> None:
     resident(world, "abcd")
     queue(world, "abcd")
     world.match("ab")
-    assert world.same(lambda cache: cache.backup.num_queued) == 1
+    assert world.same(lambda cache: cache.core.backup.num_queued) == 1
     world.drain()
     assert world.in_storage("abcd") == [4, 4]
     assert world.metrics()["backups"] == 2
@@ -325,7 +329,7 @@ def test_a_hung_copy_and_a_hung_put_are_quarantined() -> None:
     world.fault(1, "storage.put", "hang", times=-1)
     world.step_all(20)
     assert world.pinned()[DEVICE] == 0
-    assert world.same(lambda cache: cache.manager.ledger.usable("host")) == 14
+    assert world.same(lambda cache: cache.core.manager.ledger.usable("host")) == 14
     world.evict(DEVICE, 4)
     assert world.free_pages(DEVICE) == [14, 16]
     world.heal()
@@ -396,7 +400,7 @@ def test_loads_come_before_writes_for_staging() -> None:
     queue(world, "xyz")
     tickets = world.fetch("abc", "r")
     world.step()
-    assert [intent.kind for intent in world.caches[0].manager.open_intents] == ["prefetch"]
+    assert [intent.kind for intent in world.caches[0].core.manager.open_intents] == ["prefetch"]
     assert world.metrics()["deferred"] > 0
     world.drain()
     assert outcome(tickets) == (TicketState.READY, 3)
@@ -437,14 +441,14 @@ def test_the_line_is_bounded_whatever_comes_back_to_it() -> None:
     queue(world, "ab", "cd", "ef")
     world.fault(1, "host.reserve", "refuse", times=2)
     world.step()
-    assert world.same(lambda cache: cache.backup.num_queued) == 1
+    assert world.same(lambda cache: cache.core.backup.num_queued) == 1
     queue(world, "gh", "ij")
     world.step()
-    assert world.same(lambda cache: cache.backup.num_queued) <= 3
+    assert world.same(lambda cache: cache.core.backup.num_queued) <= 3
     world.drain()
     assert [world.in_storage(text)[0] for text in texts] == [2, 2, 2, 0, 0]
     assert not any(world.node(text).is_queued for text in texts)
-    assert world.same(lambda cache: cache.backup.num_dropped) == 2
+    assert world.same(lambda cache: cache.core.backup.num_dropped) == 2
 
 
 def test_what_is_loading_is_not_written_out() -> None:
@@ -513,7 +517,7 @@ def test_a_load_holds_nothing_of_what_others_inserted_meanwhile(steps: int) -> N
     assert world.put("abcd", "other")
     world.drain()
     for cache in world.caches:
-        held = cache.requests.require("r").held
+        held = cache.core.requests.require("r").held
         assert held is not None
         tokens = np.concatenate([node.tokens for node in held.path()])
         assert tokens.tolist() == prompt("abc").tolist()[: len(tokens)]

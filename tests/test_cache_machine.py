@@ -50,7 +50,7 @@ class Machine(RuleBasedStateMachine):
     @rule(text=TEXTS)
     def put(self, text: str) -> None:
         if self.world.put(text):
-            for intent in self.world.caches[0].manager.open_intents:
+            for intent in self.world.caches[0].core.manager.open_intents:
                 if intent.kind == "insert":
                     self.proposed.setdefault(intent.serial, text)
 
@@ -65,16 +65,16 @@ class Machine(RuleBasedStateMachine):
         text, tickets = self.running.get(name, ("", []))
         if not text or outcome(tickets)[0] is PENDING:
             return
-        live = self.world.caches[0].requests.require(name)
+        live = self.world.caches[0].core.requests.require(name)
         missing = len(text) - live.held_pages - len(live.private)
         if missing > 0:
             pages = self.world.each(lambda cache: cache.request_pages(name, missing))
             self.running[name] = (text, pages)
             return
         self.world.compute(text, name)
-        end = self.world.caches[0].requests.require(name).held_pages
+        end = self.world.caches[0].core.requests.require(name).held_pages
         self.world.insert(text, name)
-        if self.world.caches[0].requests.require(name).held_pages > end:
+        if self.world.caches[0].core.requests.require(name).held_pages > end:
             self.commit(text)
 
     @rule(name=NAMES, ends_well=st.booleans())
@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
 
     def look(self) -> None:
         """Nothing can be matched that no verdict has ever published."""
-        for node in self.world.caches[0].tree.nodes():
+        for node in self.world.caches[0].core.tree.nodes():
             text = "".join(
                 chr(n.tokens[PAGE_SIZE * i]) for n in node.path() for i in range(n.num_pages)
             )
@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
         self.world.is_empty()
         for tier in (HOST, DEVICE, HOST):
             self.world.evict(tier, 100)
-        assert not list(self.world.caches[0].tree.nodes())
+        assert not list(self.world.caches[0].core.tree.nodes())
         self.world.check()
 
 

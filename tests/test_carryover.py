@@ -34,7 +34,7 @@ def diverge(world: World, call: str = "touch") -> None:
 
 
 def usable(world: World, pool: str) -> int:
-    return world.same(lambda cache: cache.manager.ledger.usable(pool))
+    return world.same(lambda cache: cache.core.manager.ledger.usable(pool))
 
 
 # -- an ordered reset ------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_policy_reset_goes_on_with_an_empty_cache(lag: int) -> None:
     assert world.put("abcd", "r", hold=True)
     world.drain()
     diverge(world)
-    assert world.same(lambda cache: cache.manager.epoch) == 1
+    assert world.same(lambda cache: cache.core.manager.epoch) == 1
     assert world.peek("abcd")["usable"] == 0
     assert usable(world, "device") == 12
     world.store("abcd")
@@ -279,15 +279,15 @@ def test_after_a_reset_all_state_is_that_of_a_new_cache(mode: str) -> None:
     world.each(lambda cache: cache.request_pages("for ever", 12))
     world.fetch("qrst", "q")
     world.step()
-    for request in list(world.caches[0].requests):
+    for request in list(world.caches[0].core.requests):
         world.abort(request.name)
     reset(world)
     new = build()
     for cache in new.caches:
-        cache.stepper.renew(dict.fromkeys(cache.manager.schema.pools, 0))
+        cache.stepper.renew(dict.fromkeys(cache.core.manager.schema.pools, 0))
     for used, fresh in zip(world.caches, new.caches, strict=True):
-        for path, other in zip(used._core.paths, fresh._core.paths, strict=True):
+        for path, other in zip(used.core.paths, fresh.core.paths, strict=True):
             assert state(path) == state(other), type(path).__name__
-        assert used.requests.digest == fresh.requests.digest
-        assert (used.manager.step, used.manager.clock_ms) == (0, 0)
-        assert list(used.tree.nodes())[1:] == list(fresh.tree.nodes())[1:] == []
+        assert used.core.requests.digest == fresh.core.requests.digest
+        assert (used.core.manager.step, used.core.manager.clock_ms) == (0, 0)
+        assert list(used.core.tree.nodes())[1:] == list(fresh.core.tree.nodes())[1:] == []

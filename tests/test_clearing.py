@@ -64,8 +64,8 @@ def test_open_writes_make_it_a_misuse_that_changes_nothing() -> None:
     world.put("ab")
     world.step()
     world.step()
-    assert world.caches[0].storage is not None
-    assert world.caches[0].storage.storing.is_busy
+    assert world.caches[0].core.storage is not None
+    assert world.caches[0].core.storage.storing.is_busy
     for cache in world.caches:
         with pytest.raises(Misuse, match="writes or prefetches open"):
             cache.clear_storage()

@@ -15,7 +15,7 @@ MODES = ("write_through", "write_through_selective", "write_back", "buffer_only"
 
 
 def core_of(mode: str) -> CacheCore:
-    return World(1, mode=mode, storage=True).caches[0]._core
+    return World(1, mode=mode, storage=True).caches[0].core
 
 
 def says(value: object) -> Callable[..., object]:
@@ -60,7 +60,7 @@ def test_what_a_path_says_is_heard(
     monkeypatch.setattr(kind, "is_pending", True)
     assert cache.has_pending()
     monkeypatch.setattr(kind, "waits", says({"somebody": "something"}))
-    assert cache._core.waits() == {"somebody": "something"}
+    assert cache.core.waits() == {"somebody": "something"}
     cache.check_integrity()
 
 

@@ -28,13 +28,13 @@ def test_at_once_out_of_the_headroom_and_topped_up_by_vote(lag: int) -> None:
     world.match("a", "r")
     assert allocate(world, "r", 1) is None  # nothing was voted yet
     world.step_all(1 + lag)
-    assert world.same(lambda cache: cache.engine_pages.headroom) == 4
+    assert world.same(lambda cache: cache.core.engine_pages.headroom) == 4
     assert world.same(lambda cache: cache.room()) == 12
     assert allocate(world, "r", 3) == 3
     assert allocate(world, "r", 2) is None  # beyond it: by ticket
     assert world.same(lambda cache: cache.room()) == 12  # it was taken out of room before
     world.step_all(1 + lag)
-    assert world.same(lambda cache: cache.engine_pages.headroom) == 4
+    assert world.same(lambda cache: cache.core.engine_pages.headroom) == 4
     assert world.same(lambda cache: cache.room()) == 9
     world.abort("r")
     assert world.same(lambda cache: cache.room()) == 12
@@ -49,7 +49,7 @@ def test_beyond_it_by_ticket(lag: int) -> None:
     assert outcome(tickets) == (PENDING, 0)
     world.step_all(1 + lag)
     assert outcome(tickets) == (READY, 6)
-    assert world.each(lambda cache: len(cache.requests.require("r").private)) == [6, 6]
+    assert world.each(lambda cache: len(cache.core.requests.require("r").private)) == [6, 6]
     world.each(lambda cache: cache.free("r", 2))
     assert world.free_pages(DEVICE) == [12, 12]
     world.abort("r")
@@ -75,11 +75,11 @@ def test_refused_on_one_rank_is_refused_on_all(lag: int, rank: int) -> None:
 def test_half_of_a_ticket_is_of_no_use() -> None:
     world = World(device_pages=[4, 16])
     world.checks = False
-    taken = world.caches[1].tiers.pools[DEVICE].reserve(14)
+    taken = world.caches[1].core.tiers.pools[DEVICE].reserve(14)
     tickets = world.each(lambda cache: cache.request_pages("r", 4))
     world.step_all(2)
     assert taken is not None
-    world.caches[1].tiers.pools[DEVICE].free(taken)
+    world.caches[1].core.tiers.pools[DEVICE].free(taken)
     world.check()
     assert outcome(tickets) == (REFUSED, 0)
     assert world.free_pages(DEVICE) == [4, 16]
@@ -89,14 +89,14 @@ def test_half_of_a_ticket_is_of_no_use() -> None:
 def test_the_headroom_takes_what_every_rank_can_give(lag: int) -> None:
     world = World(headroom_pages=6, lag=lag)
     world.checks = False
-    taken = world.caches[1].tiers.pools[DEVICE].reserve(12)
+    taken = world.caches[1].core.tiers.pools[DEVICE].reserve(12)
     world.step_all(1 + lag)
     assert taken is not None
-    assert world.same(lambda cache: cache.engine_pages.headroom) == 4
-    world.caches[1].tiers.pools[DEVICE].free(taken)
+    assert world.same(lambda cache: cache.core.engine_pages.headroom) == 4
+    world.caches[1].core.tiers.pools[DEVICE].free(taken)
     world.checks = True
     world.step_all(2 + lag)
-    assert world.same(lambda cache: cache.engine_pages.headroom) == 6
+    assert world.same(lambda cache: cache.core.engine_pages.headroom) == 6
     world.drain()
 
 
@@ -144,7 +144,7 @@ def test_tickets_without_a_slot_wait_and_the_line_is_bounded() -> None:
     world = World(device_pages=64, num_slots=16, waiting_tickets_max=2)
     names = [f"r{index}" for index in range(19)]
     tickets = [world.each(lambda cache, n=name: cache.request_pages(n, 1)) for name in names]
-    assert world.same(lambda cache: cache.engine_pages.num_waiting) == 2
+    assert world.same(lambda cache: cache.core.engine_pages.num_waiting) == 2
     assert outcome(tickets[-1]) == (REFUSED, 0)
     world.abort(names[16])
     world.drain()
@@ -158,13 +158,17 @@ def test_nonsense_is_refused_and_changes_nothing(num_pages: int) -> None:
     world.drain()
     world.step()
     cache = world.caches[0]
-    before = cache.journal.fingerprint, cache.requests.digest, cache.engine_pages.headroom
+    before = cache.journal.fingerprint, cache.core.requests.digest, cache.core.engine_pages.headroom
     for call in (cache.allocate, cache.request_pages):
         with pytest.raises(Misuse, match="at least 1"):
             call("r", num_pages)
     with pytest.raises(Misuse, match="not live"):
         cache.free("r", 1)
-    assert before == (cache.journal.fingerprint, cache.requests.digest, cache.engine_pages.headroom)
+    assert before == (
+        cache.journal.fingerprint,
+        cache.core.requests.digest,
+        cache.core.engine_pages.headroom,
+    )
 
 
 @LAGS
@@ -172,16 +176,16 @@ def test_a_headroom_of_another_size_than_it_shall_have_is_pending(lag: int) -> N
     world = World(headroom_pages=4, lag=lag)
     assert world.same(lambda cache: cache.has_pending())
     world.drain()
-    assert world.same(lambda cache: cache.engine_pages.headroom) == 4
+    assert world.same(lambda cache: cache.core.engine_pages.headroom) == 4
     world.each(lambda cache: cache.expect_pages(1))
     assert world.same(lambda cache: cache.has_pending())
     world.drain()
-    assert world.same(lambda cache: cache.engine_pages.headroom) == 1
+    assert world.same(lambda cache: cache.core.engine_pages.headroom) == 1
     world.each(lambda cache: cache.request_pages("r", 15))
     world.each(lambda cache: cache.expect_pages(3))
     world.drain()  # what the device cannot give now is nothing to step for
     world.abort("r")
     assert world.same(lambda cache: cache.has_pending())
     world.drain()
-    assert world.same(lambda cache: cache.engine_pages.headroom) == 3
+    assert world.same(lambda cache: cache.core.engine_pages.headroom) == 3
     world.is_empty()

@@ -39,7 +39,7 @@ class Router:
 def really(world: World, tier: Tier) -> set[int]:
     """Pages that the first rank has published in ``tier``."""
     found: set[int] = set()
-    for node in world.caches[0].tree.nodes():
+    for node in world.caches[0].core.tree.nodes():
         if node.at(tier).is_published:
             tokens = np.concatenate([above.tokens for above in node.path()])
             found.update(page_hashes(tokens, PAGE_SIZE)[-node.num_pages :])

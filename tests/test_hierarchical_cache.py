@@ -45,7 +45,7 @@ def test_match_pins_for_its_request_and_peek_changes_nothing() -> None:
     before = world.same(lambda cache: cache.journal.fingerprint)
     assert world.peek("abxx")["device"] == 2  # inside a node: nothing is split for it
     assert world.same(lambda cache: cache.journal.fingerprint) == before
-    assert world.same(lambda cache: len(list(cache.tree.nodes()))) == 1
+    assert world.same(lambda cache: len(list(cache.core.tree.nodes()))) == 1
     world.match("ab", "r")
     assert world.pinned()[DEVICE] == 2
     world.match("abc", "r")  # again, while it waits: the pin moves along
@@ -73,7 +73,7 @@ def test_insert_takes_the_requests_own_pages() -> None:
     world = World()
     world.match("abcd", "r")
     world.own("abcd", "r")
-    own = world.each(lambda cache: list(cache.requests.require("r").private))
+    own = world.each(lambda cache: list(cache.core.requests.require("r").private))
     results = world.insert("abcd", "r")
     assert [result.pages for result in results] == own
     assert (results[0].new_pages, results[0].duplicate_pages) == (4, 0)
@@ -215,7 +215,7 @@ def test_abort_in_every_state(lag: int, when: int) -> None:
     world.each(lambda cache: cache.allocate("r", 1))
     world.abort("r")
     world.abort("s")
-    assert len(world.caches[0].requests) == 0
+    assert len(world.caches[0].core.requests) == 0
     world.drain()
     world.is_empty()
 

@@ -17,7 +17,7 @@ def lazy(**config: object) -> World:
 
 
 def waiting(world: World) -> int:
-    return world.same(lambda cache: cache.insert_line.num_waiting)
+    return world.same(lambda cache: cache.core.insert_line.num_waiting)
 
 
 def test_what_can_be_planned_does_not_wait() -> None:
@@ -32,7 +32,7 @@ def test_who_comes_later_waits_behind_even_where_it_would_fit() -> None:
     assert world.put("wxyz")
     assert world.put("d")
     assert waiting(world) == 2
-    assert world.caches[0].insert_line.waits()
+    assert world.caches[0].core.insert_line.waits()
     world.drain()
     assert waiting(world) == 0
     assert world.metrics()["refused"] == 0
@@ -65,7 +65,7 @@ def test_what_can_never_fit_is_refused_when_its_turn_comes() -> None:
     assert world.put("mnopq", "big", hold=True)
     world.drain()
     assert world.metrics()["refused"] == 1
-    assert world.caches[0].requests.require("big").why == "its insert was refused"
+    assert world.caches[0].core.requests.require("big").why == "its insert was refused"
     assert world.pinned() == {DEVICE: 0, HOST: 0}
     world.finish("big")
 
@@ -105,4 +105,4 @@ def test_nobody_waits_over_a_reset() -> None:
 def test_less_than_a_page_is_misuse() -> None:
     world = lazy()
     with pytest.raises(Misuse, match="page"):
-        world.caches[0].insert_line.propose(prompt("a")[:-1], "", None, None)
+        world.caches[0].core.insert_line.propose(prompt("a")[:-1], "", None, None)

@@ -64,7 +64,7 @@ def test_the_same_tokens_twice_share_one_fate(lag: int) -> None:
     world.drain()
     assert world.metrics()["refused"] == 2
     for request in ("one", "two"):
-        assert world.same(lambda cache, r=request: cache.requests.require(r).held) is None
+        assert world.same(lambda cache, r=request: cache.core.requests.require(r).held) is None
         assert world.same(lambda c, r=request: c.report(r).why) == "its insert was refused"
     assert world.pinned()[DEVICE] == 0
 
@@ -76,7 +76,7 @@ def test_no_room_is_refused_at_once_and_leaves_nothing() -> None:
     assert not world.put("xyz", "r", hold=True)
     assert world.metrics()["refused"] == 1
     assert world.peek("ab")["device"] == 2
-    assert len(list(world.caches[0].tree.nodes())) == 1
+    assert len(list(world.caches[0].core.tree.nodes())) == 1
     assert not world.caches[0].has_pending()
     world.check()
 
@@ -127,11 +127,11 @@ def test_an_insert_on_top_of_an_undecided_load_that_is_cut_short_is_refused() ->
     world.load("abcd")
     assert world.put("abcdef")
     # Rank 1 is short of pages for the whole load.
-    taken = world.caches[1].tiers.pools[DEVICE].reserve(6)
+    taken = world.caches[1].core.tiers.pools[DEVICE].reserve(6)
     assert taken is not None
     world.checks = False
     world.step()
-    world.caches[1].tiers.pools[DEVICE].free(taken)
+    world.caches[1].core.tiers.pools[DEVICE].free(taken)
     world.checks = True
     world.drain()
     assert world.peek("abcdef")["device"] == 2

@@ -24,13 +24,13 @@ def make_world(text: str = "abcd", **config: object) -> World:
 def take(world: World, rank: int, num_pages: int) -> list[int]:
     """Pages of one rank vanish, without a word to anybody."""
     world.checks = False
-    pages = world.caches[rank].tiers.pools[DEVICE].reserve(num_pages)
+    pages = world.caches[rank].core.tiers.pools[DEVICE].reserve(num_pages)
     assert pages is not None
     return pages
 
 
 def give_back(world: World, rank: int, pages: list[int]) -> None:
-    world.caches[rank].tiers.pools[DEVICE].free(pages)
+    world.caches[rank].core.tiers.pools[DEVICE].free(pages)
     world.checks = True
 
 
@@ -219,7 +219,7 @@ def test_abort_in_every_state(lag: int, when: int) -> None:
     world.step_all(when)
     world.abort("load")
     world.abort("load")
-    assert len(world.caches[0].requests) == 0
+    assert len(world.caches[0].core.requests) == 0
     world.drain()
     world.is_empty()
 
@@ -231,7 +231,7 @@ def test_who_finds_no_slot_waits_in_line() -> None:
     world.store(*texts[10:])
     world.evict(DEVICE, 64)
     tickets = [world.load(text, text) for text in texts]
-    assert world.same(lambda cache: cache.load_back.num_waiting) == 4
+    assert world.same(lambda cache: cache.core.load_back.num_waiting) == 4
     world.step()
     assert [outcome(one)[0] for one in tickets] == [READY] * 16 + [PENDING] * 4
     world.abort(texts[-1])
@@ -281,7 +281,7 @@ def test_a_match_of_evicted_nodes_finds_what_is_there_in_their_place() -> None:
     world.evict(HOST, 100)
     node = matches[0].node
     assert node is not None
-    assert not world.caches[0].tree.has(node)
+    assert not world.caches[0].core.tree.has(node)
     assert outcome(load_held(world, matches, "r")) == (REFUSED, 0)
     world.host_only("abcd")
     tickets = load_held(world, matches, "r")

@@ -36,7 +36,7 @@ def test_failure_after_the_verdict_voids_who_used_it(lag: int, action: str) -> N
     assert outcome(tickets)[0] is READY  # it was promised, and then it failed
     assert [names for names in void if names] == [("load",)]
     assert world.peek("abcd") == {"device": 0, "host": 0, "usable": 0}
-    assert world.same(lambda cache: cache.requests.require("load").must_recompute)
+    assert world.same(lambda cache: cache.core.requests.require("load").must_recompute)
     world.abort("load")
     world.drain()
     world.is_empty()
@@ -180,7 +180,7 @@ def test_a_load_that_hangs_is_given_up_by_all(lag: int) -> None:
         kinds += [o.kind for o in results[0].outcomes]
         void += results[0].must_recompute
         for tier in (DEVICE, HOST):  # no plan counts on pages that the copy may still touch
-            room = world.same(lambda cache, tier=tier: cache.manager.room(tier.value))
+            room = world.same(lambda cache, tier=tier: cache.core.manager.room(tier.value))
             assert room <= min(world.free_pages(tier))
     assert kinds == [OutcomeKind.COMMIT, OutcomeKind.QUARANTINE]
     assert void == ["load"]

@@ -61,7 +61,7 @@ def test_counts_are_the_caches_own(loaded: Watched) -> None:
         assert loaded.value("evicted_pages_total", rank, tier="device") == 4
         assert loaded.value("collectives_total", rank) == counts["collectives"]
         assert loaded.value("used_pages", rank, tier="host") == 4
-        assert loaded.value("step", rank) == cache.manager.settled_step
+        assert loaded.value("step", rank) == cache.core.manager.settled_step
 
 
 def test_hits_are_counted_in_tokens_once_a_request_has_ended(loaded: Watched) -> None:

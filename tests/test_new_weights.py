@@ -90,8 +90,8 @@ def test_a_rank_that_starts_with_other_weights_is_refused() -> None:
 def test_misuse_changes_nothing(version: object) -> None:
     world = World(storage=True)
     world.store("ab")
-    before = world.same(lambda cache: (cache.journal.fingerprint, cache.manager.epoch))
+    before = world.same(lambda cache: (cache.journal.fingerprint, cache.core.manager.epoch))
     with pytest.raises(Misuse, match="new_weights needs a version"):
         world.caches[0].new_weights(version)  # type: ignore[arg-type]
-    assert world.same(lambda cache: (cache.journal.fingerprint, cache.manager.epoch)) == before
+    assert world.same(lambda cache: (cache.journal.fingerprint, cache.core.manager.epoch)) == before
     world.step()

@@ -26,7 +26,7 @@ def stored(text: str, **config: object) -> World:
 
 
 def prefetch(world: World) -> Prefetch:
-    tier = world.caches[0].storage
+    tier = world.caches[0].core.storage
     assert tier is not None
     return tier.prefetch
 
@@ -136,7 +136,7 @@ def test_a_hung_read_is_quarantined() -> None:
     world.step_all(10)
     assert outcome(tickets) == (REFUSED, 0)
     assert world.free_pages(HOST) == [16, 12]
-    assert world.same(lambda cache: cache.manager.ledger.usable("host")) == 12
+    assert world.same(lambda cache: cache.core.manager.ledger.usable("host")) == 12
     world.heal()
     world.step_all(3)
     assert world.free_pages(HOST) == [16, 16]

@@ -49,7 +49,9 @@ def test_what_is_queued_has_a_fate(lag: int, mode: str) -> None:
         world.evict(DEVICE, 3)
         world.step()
     world.put("zz")
-    world.each(lambda cache: [setattr(n, "is_queued", False) for n in cache.backup.waiting_nodes()])
+    world.each(
+        lambda cache: [setattr(n, "is_queued", False) for n in cache.core.backup.waiting_nodes()]
+    )
     with pytest.raises(AssertionError, match="nodes were queued"):
         world.step()
 
@@ -81,7 +83,7 @@ def test_atomicity(lag: int, rank: int, site: str) -> None:
     tier = Tier(site.split(".", maxsplit=1)[0])
     assert world.peek("abc")[tier.value] == 0
     assert world.free_pages(tier) == [16, 16]
-    assert world.same(lambda cache: cache.manager.ledger.charged(tier.value)) == 0
+    assert world.same(lambda cache: cache.core.manager.ledger.charged(tier.value)) == 0
     world.is_empty()
 
 
@@ -92,16 +94,16 @@ def test_conservation(lag: int) -> None:
     busy(world)  # audited after each step
     world.store("abcd", "mn")
     cache = world.caches[0]
-    lost = cache.tiers.pools[DEVICE].reserve(1)
+    lost = cache.core.tiers.pools[DEVICE].reserve(1)
     with pytest.raises(InternalError, match="are not 16 pages"):
         cache.check_integrity()
     assert lost is not None
-    cache.tiers.pools[DEVICE].free(lost)
+    cache.core.tiers.pools[DEVICE].free(lost)
     cache.check_integrity()
-    cache.manager.ledger.charge("host", 1)
+    cache.core.manager.ledger.charge("host", 1)
     with pytest.raises(InternalError, match="ledger"):
         cache.check_integrity()
-    cache.manager.ledger.refund("host", 1)
+    cache.core.manager.ledger.refund("host", 1)
     pages = world.node("abcd").device.pages
     world.node("abcd").device.pages = (world.node("mn").device.pages[0], *pages[1:])
     with pytest.raises(InternalError, match="two owners"):
@@ -121,7 +123,7 @@ def test_no_reuse_in_flight(lag: int) -> None:
     world.step_all(10)  # given up by all: the device is free, the host pages of rank 1 are not
     assert world.same(lambda cache: cache.room()) == 4
     assert world.free_pages(HOST) == [4, 0]
-    busy_pages = world.caches[1].tiers.pools[DEVICE]
+    busy_pages = world.caches[1].core.tiers.pools[DEVICE]
     assert world.evict(DEVICE, 4) == 4
     assert (busy_pages.num_free, busy_pages.num_limbo) == (0, 4)  # the copy still reads them
     world.put("wxyz")
@@ -150,7 +152,7 @@ def test_one_collective(lag: int) -> None:
     world.step_all(5)
     busy(world)
     for cache in world.caches:
-        assert cache.metrics()["collectives"] == world.iteration == cache.manager.step
+        assert cache.metrics()["collectives"] == world.iteration == cache.core.manager.step
     assert len(shapes) == 1
 
 
@@ -168,7 +170,7 @@ def test_one_outcome(lag: int) -> None:
     def breaks() -> None:
         raise MemoryError("no more")
 
-    world.caches[1].tiers.copier.collect = breaks
+    world.caches[1].core.tiers.copier.collect = breaks
     errors: list[str] = []
     for cache in world.caches:
         cache.begin_step(world.iteration + 1)
@@ -187,7 +189,7 @@ def test_one_outcome(lag: int) -> None:
     assert len(set(errors)) == 1
     assert "MemoryError" in errors[0]
     assert "rank 1" in errors[0]
-    assert len({cache.manager.settled_step for cache in world.caches}) == 1
+    assert len({cache.core.manager.settled_step for cache in world.caches}) == 1
 
 
 def _begin(world: World) -> None:
@@ -246,7 +248,7 @@ def test_progress(lag: int) -> None:
         world.abort(request)
     world.drain()
     world.step_all(2 + lag)
-    assert not any(cache.manager.open_intents for cache in world.caches)
+    assert not any(cache.core.manager.open_intents for cache in world.caches)
     world.is_empty()
     for tier in (HOST, DEVICE, HOST):
         world.evict(tier, 100)
@@ -299,5 +301,5 @@ def test_degrade(lag: int) -> None:
     world.drain()
     assert world.peek("qrst")["host"] == 4
     assert world.node("qrst").host.state is Residency.RESIDENT
-    assert world.caches[0].tree.match(prompt("qrst"))
+    assert world.caches[0].core.tree.match(prompt("qrst"))
     world.is_empty()

@@ -239,7 +239,7 @@ def test_pages_of_a_quarantined_copy_are_not_used_by_anybody() -> None:
     world.evict(DEVICE, 100)
     world.step_all(2)
     assert side_limbo(world) == [0, 6]
-    usable = world.same(lambda cache: cache.manager.ledger.usable("indexer.host"))
+    usable = world.same(lambda cache: cache.core.manager.ledger.usable("indexer.host"))
     assert usable == 13
     world.heal()
     world.step_all(2)
@@ -264,7 +264,7 @@ def test_a_reset_orphans_the_side_pages_of_live_requests() -> None:
     assert side_free(world)["indexer.device"] == [12, 12]
     assert side_free(world)["indexer.host"] == [16, 16]
     world.step()
-    assert world.same(lambda cache: cache.manager.ledger.usable("indexer.device")) == 12
+    assert world.same(lambda cache: cache.core.manager.ledger.usable("indexer.device")) == 12
     world.finish("r")
     world.step()
     is_empty(world)
@@ -326,9 +326,9 @@ def test_what_a_detach_keeps_is_charged_again_in_every_pool(lag: int) -> None:
     world.step_all(lag + 1)
     world.checks = True
     world.step()
-    assert world.same(lambda cache: cache.manager.epoch) == 1
+    assert world.same(lambda cache: cache.core.manager.epoch) == 1
     assert world.peek("abcd") == {"device": 4, "host": 0, "usable": 4}
     for spec in ALL:
         name = spec.pool(DEVICE)
         assert side_free(world)[name] == before[name]
-        assert world.same(lambda cache, pool=name: cache.manager.ledger.charged(pool)) > 0
+        assert world.same(lambda cache, pool=name: cache.core.manager.ledger.charged(pool)) > 0

@@ -49,7 +49,7 @@ def use(cache: HierarchicalCache, num_pages: int = 16) -> None:
     for iteration in range(1, 8):
         cache.step(iteration)
     assert cache.peek(np.arange(16, dtype=np.int32))["device"] == 4
-    assert cache.manager.ledger.usable("device") == num_pages
+    assert cache.core.manager.ledger.usable("device") == num_pages
 
 
 def start_again_and_again(context: RankContext, port: int) -> list[Any]:

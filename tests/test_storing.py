@@ -15,7 +15,7 @@ LAGS = pytest.mark.parametrize("lag", [0, 1, 2])
 
 
 def storing(world: World, rank: int = 0) -> Storing:
-    tier = world.caches[rank].storage
+    tier = world.caches[rank].core.storage
     assert tier is not None
     return tier.storing
 
@@ -46,7 +46,7 @@ def test_a_failed_page_is_recorded_exactly() -> None:
     told = [event for event in world.hear() if event.tier == STORAGE]
     assert [len(event.pages) for event in told] == [2]
     assert storing(world).num_stored == 2
-    assert world.caches[0].manager.ledger.charged(STORAGE) == 0
+    assert world.caches[0].core.manager.ledger.charged(STORAGE) == 0
 
 
 def test_a_slow_storage_fills_the_queue_for_everybody() -> None:
@@ -55,8 +55,8 @@ def test_a_slow_storage_fills_the_queue_for_everybody() -> None:
     for text in ("ab", "cd", "ef"):
         assert world.put(text)
     world.step_all(4)
-    assert world.same(lambda cache: len(cache.manager.open_intents)) == 1
-    assert world.same(lambda cache: cache.manager.room(STORAGE)) == 0
+    assert world.same(lambda cache: len(cache.core.manager.open_intents)) == 1
+    assert world.same(lambda cache: cache.core.manager.room(STORAGE)) == 0
     assert storing(world).num_queued == 2
     world.drain()
     assert [world.in_storage(text) for text in ("ab", "cd", "ef")] == [[2, 2]] * 3
@@ -90,7 +90,7 @@ def test_a_hung_write_is_quarantined_and_its_pages_wait_for_it() -> None:
     world.step_all(12)
     assert world.pinned() == {DEVICE: 0, HOST: 0}
     assert world.evict(HOST, 2) == 2
-    assert [pool.num_limbo for pool in (c.tiers.pools[HOST] for c in world.caches)] == [2, 0]
+    assert [pool.num_limbo for pool in (c.core.tiers.pools[HOST] for c in world.caches)] == [2, 0]
     assert world.same(lambda cache: cache.metrics()["stored_pages"]) == 0
     world.drain()
     world.heal()
@@ -152,14 +152,14 @@ def test_detach_completes_what_is_open() -> None:
     world.each(lambda cache: cache.detach_storage())
     assert world.put("cd")
     world.drain()
-    tier = world.caches[0].storage
+    tier = world.caches[0].core.storage
     assert tier is not None
     assert tier.state is StorageState.DETACHED
     assert world.in_storage("ab") == [2, 2]
     assert world.in_storage("cd") == [0, 0]
     assert world.peek("cd")["host"] == 2
     world.step()
-    assert world.same(lambda cache: cache.manager.ledger.usable(STORAGE)) == 0
+    assert world.same(lambda cache: cache.core.manager.ledger.usable(STORAGE)) == 0
     world.each(lambda cache: cache.attach_storage())
     world.step()
     world.store("ef")
@@ -170,7 +170,7 @@ def test_detach_of_an_idle_storage_is_immediate() -> None:
     world = World(storage=True)
     world.store("ab")
     world.each(lambda cache: cache.detach_storage(complete=False))
-    tier = world.caches[0].storage
+    tier = world.caches[0].core.storage
     assert tier is not None
     assert not tier.is_attached
     assert tier.usable == 0

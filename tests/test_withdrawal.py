@@ -11,8 +11,8 @@ DEVICE, HOST = Tier.DEVICE, Tier.HOST
 def retract_host(world: World, text: str) -> None:
     """As if the backup of the node had failed everywhere."""
     for cache in world.caches:
-        cache.withdrawal.retract_host(world.node(text, cache.rank))
-        cache.tiers.prune()
+        cache.core.withdrawal.retract_host(world.node(text, cache.rank))
+        cache.core.tiers.prune()
 
 
 def test_host_goes_with_all_descendants_and_nothing_else() -> None:
@@ -34,7 +34,7 @@ def test_what_is_nowhere_then_is_deleted() -> None:
     assert world.evict(DEVICE, 2) == 2
     retract_host(world, "ab")
     assert world.peek("abcd") == {"device": 2, "host": 0, "usable": 2}
-    assert world.same(lambda cache: len(list(cache.tree.nodes()))) == 1
+    assert world.same(lambda cache: len(list(cache.core.tree.nodes()))) == 1
     world.check()
 
 
@@ -74,7 +74,7 @@ def test_a_chain_of_a_thousand_nodes_is_taken_back() -> None:
     world.store(text)
     node = world.node(text)
     for _ in range(length - 1):
-        world.caches[0].tree.split(node, 1)
+        world.caches[0].core.tree.split(node, 1)
     assert world.peek(text)["host"] == length
     assert len(world.node(text).path()) == length
     retract_host(world, text[:1])

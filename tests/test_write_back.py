@@ -20,7 +20,7 @@ def lazy(**config: object) -> World:
 
 
 def write_back(world: World, rank: int = 0) -> WriteBack:
-    backup = world.caches[rank].backup
+    backup = world.caches[rank].core.backup
     assert isinstance(backup, WriteBack)
     return backup
 
@@ -37,7 +37,7 @@ def test_an_insert_waits_for_its_victims(lag: int) -> None:
     world = lazy(lag=lag, evicts_whole_nodes=True)
     world.store("ab", "cd")
     assert world.put("xyz")
-    assert world.same(lambda cache: cache.insert_line.num_waiting) == 1
+    assert world.same(lambda cache: cache.core.insert_line.num_waiting) == 1
     assert write_back(world).underway("device") == 4
     world.step_all(1 + lag)
     # Published on the host, while the device pages are still theirs.
@@ -86,7 +86,7 @@ def test_without_host_pages_victims_are_deleted_at_once() -> None:
     world = lazy(host_pages=[0, 4])
     world.store("ab", "cd")
     assert world.put("wxyz")
-    assert world.same(lambda cache: cache.insert_line.num_waiting) == 0
+    assert world.same(lambda cache: cache.core.insert_line.num_waiting) == 0
     world.drain()
     assert world.peek("wxyz")["device"] == 4
     assert world.metrics()["backups_no_room"] == 2
@@ -175,10 +175,10 @@ def test_the_low_water_mark_demotes_ahead_of_need(lag: int) -> None:
     world.store("ab", "cd", "ef")
     for _ in range(6 + 2 * lag):
         world.step()
-    assert world.same(lambda cache: cache.manager.room("device")) >= 3
+    assert world.same(lambda cache: cache.core.manager.room("device")) >= 3
     assert [world.peek(text)["usable"] for text in ("ab", "cd", "ef")] == [2, 2, 2]
     assert world.put("xyz")
-    assert world.same(lambda cache: cache.insert_line.num_waiting) == 0
+    assert world.same(lambda cache: cache.core.insert_line.num_waiting) == 0
 
 
 @LAGS
@@ -194,7 +194,7 @@ def test_the_low_water_mark_takes_no_more_than_it_lacks(lag: int, host_pages: in
     world.store("ab", "cd", "ef")
     for _ in range(6 + 2 * lag):
         world.step()
-    assert world.same(lambda cache: cache.manager.room("device")) == 2
+    assert world.same(lambda cache: cache.core.manager.room("device")) == 2
 
 
 def test_engine_pages_wait_for_a_demotion_too() -> None:
@@ -226,7 +226,7 @@ def test_room_in_a_side_pool_is_waited_for_instead_of_demoting_everything() -> N
     )
     world.store("ab", "cd", "ef", "gh")
     assert world.put("ij")
-    assert world.same(lambda cache: cache.insert_line.num_waiting) == 1
+    assert world.same(lambda cache: cache.core.insert_line.num_waiting) == 1
     assert write_back(world).underway("mamba.device") == 1
     world.drain()
     assert world.peek("ij")["device"] == 2
@@ -241,7 +241,7 @@ def test_an_insert_waits_where_its_victim_finds_no_slot() -> None:
     for letter in "bcdefghijklmnopq":
         assert world.put(letter)
     assert world.put("z")
-    assert world.same(lambda cache: cache.insert_line.num_waiting) == 1
+    assert world.same(lambda cache: cache.core.insert_line.num_waiting) == 1
     world.drain()
     assert world.peek("z")["device"] == 1
     assert world.peek("a")["usable"] == 1

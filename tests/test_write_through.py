@@ -23,22 +23,22 @@ def resident(world: World, text: str) -> None:
     """Put a prompt on DEVICE without a backup."""
     for rank in world.ranks:
         cache = rank.cache
-        for node in cache.tree.insert(prompt(text)):
+        for node in cache.core.tree.insert(prompt(text)):
             if not node.device.state:
-                pages = cache.tiers.pools[DEVICE].reserve(node.num_pages)
+                pages = cache.core.tiers.pools[DEVICE].reserve(node.num_pages)
                 assert pages is not None
-                cache.manager.ledger.charge("device", node.num_pages)
+                cache.core.manager.ledger.charge("device", node.num_pages)
                 rank.compute([node], pages)
-                cache.tree.place(node, DEVICE, Residency.RESIDENT, pages)
+                cache.core.tree.place(node, DEVICE, Residency.RESIDENT, pages)
 
 
 def queue(world: World, text: str) -> None:
-    world.each(lambda cache: cache.backup.add_path(cache.tree.match(prompt(text))))
+    world.each(lambda cache: cache.core.backup.add_path(cache.core.tree.match(prompt(text))))
 
 
 def backups(cache: HierarchicalCache) -> WriteThrough:
-    assert isinstance(cache.backup, WriteThrough)
-    return cache.backup
+    assert isinstance(cache.core.backup, WriteThrough)
+    return cache.core.backup
 
 
 # -- the queue -----------------------------------------------------------------------------------
@@ -49,13 +49,13 @@ def test_add_only_queues() -> None:
     world = World()
     resident(world, "abcd")
     before = [cache.journal.fingerprint for cache in world.caches]
-    charged = world.caches[0].manager.ledger.charged("host")
-    world.each(lambda cache: backups(cache).add(cache.tree.walk(prompt("abcd"))[0][0]))
+    charged = world.caches[0].core.manager.ledger.charged("host")
+    world.each(lambda cache: backups(cache).add(cache.core.tree.walk(prompt("abcd"))[0][0]))
     assert [cache.journal.fingerprint for cache in world.caches] == before
     assert world.pinned() == {DEVICE: 0, HOST: 0}
-    assert world.caches[0].manager.ledger.charged("host") == charged
-    assert not world.caches[0].manager.open_intents
-    assert world.same(lambda cache: cache.backup.num_queued) == 1
+    assert world.caches[0].core.manager.ledger.charged("host") == charged
+    assert not world.caches[0].core.manager.open_intents
+    assert world.same(lambda cache: cache.core.backup.num_queued) == 1
     assert world.same(lambda cache: cache.has_pending())
     world.drain()
     assert world.peek("abcd")["host"] == 4
@@ -66,11 +66,11 @@ def test_a_node_is_queued_once() -> None:
     resident(world, "ab")
     for _ in range(3):
         queue(world, "ab")
-    assert world.same(lambda cache: cache.backup.num_queued) == 1
+    assert world.same(lambda cache: cache.core.backup.num_queued) == 1
     world.drain()
     assert world.metrics()["backups"] == 1
     queue(world, "ab")
-    assert world.same(lambda cache: cache.backup.num_queued) == 0
+    assert world.same(lambda cache: cache.core.backup.num_queued) == 0
 
 
 def test_dead_nodes_are_dropped_and_counted() -> None:
@@ -139,7 +139,7 @@ def test_a_flush_that_fails_on_one_rank_is_the_error_of_all() -> None:
     def breaks() -> None:
         raise OSError("no pinned memory")
 
-    world.caches[1].tiers.copier.submit = breaks
+    world.caches[1].core.tiers.copier.submit = breaks
     world.each(lambda cache: cache.flush())
     with pytest.raises(PeerError, match="no pinned memory"):
         world.step()
@@ -151,7 +151,7 @@ def test_a_split_while_queued_is_repaired() -> None:
     queue(world, "abcdef")
     world.match("ab")
     world.match("abcd")
-    assert world.same(lambda cache: cache.backup.num_queued) == 1
+    assert world.same(lambda cache: cache.core.backup.num_queued) == 1
     world.drain()
     assert world.peek("abcdef")["host"] == 6
     assert world.metrics()["backups"] == 3
@@ -173,7 +173,7 @@ def test_ancestors_first(lag: int) -> None:
     for text in ("ab", "abcd", "abcdef"):
         resident(world, text)
     for cache in world.caches:
-        for node in reversed(cache.tree.match(prompt("abcdef"))):
+        for node in reversed(cache.core.tree.match(prompt("abcdef"))):
             backups(cache).add(node)
     world.step_all(1 + lag)
     assert world.peek("abcdef")["host"] == 6
@@ -198,8 +198,8 @@ def test_the_queue_is_bounded() -> None:
     for text in texts:
         resident(world, text)
         queue(world, text)
-    assert world.same(lambda cache: cache.backup.num_queued) == 4
-    assert world.same(lambda cache: cache.backup.num_dropped) == 2
+    assert world.same(lambda cache: cache.core.backup.num_queued) == 4
+    assert world.same(lambda cache: cache.core.backup.num_dropped) == 2
     world.drain()
     assert sum(world.peek(text)["host"] for text in texts) == 4
     queue(world, texts[-1])  # dropped is not lost: the next insert that touches it asks again
@@ -232,18 +232,18 @@ def test_a_full_table_of_slots_is_noticed_once_per_step() -> None:
     world.fault(0, "write", "hang", times=-1)
     world.step()
     asked: list[int] = []
-    make_room = cache.tiers.make_room
+    make_room = cache.core.tiers.make_room
 
     def watch(tier: Tier, num_pages: int, side: Mapping[str, int] | None = None) -> bool:
         asked.append(num_pages)
         return make_room(tier, num_pages, side)
 
-    cache.tiers.make_room = watch
+    cache.core.tiers.make_room = watch
     world.step()
     assert len(asked) <= 1
-    assert cache.backup.num_queued == 24
+    assert cache.core.backup.num_queued == 24
     world.heal()
-    del cache.tiers.make_room
+    del cache.core.tiers.make_room
     world.drain()
 
 
@@ -308,7 +308,7 @@ def test_a_host_pool_without_room_aborts_only_what_does_not_fit() -> None:
     world = World(host_pages=[3, 16])
     world.store("ab")
     world.match("ab", "pinner")
-    world.each(lambda cache: cache.tree.pin_path(world.node("ab", cache.rank), HOST))
+    world.each(lambda cache: cache.core.tree.pin_path(world.node("ab", cache.rank), HOST))
     world.put("xyz")
     world.put("w")
     world.drain()
@@ -406,11 +406,11 @@ def test_a_copy_that_hangs_is_given_up_by_all_in_the_same_step(lag: int) -> None
     assert world.peek("ab")["host"] == 0
     assert world.pinned() == {DEVICE: 0, HOST: 0}
     world.drain()
-    assert world.same(lambda cache: cache.manager.ledger.usable("host")) == 14
+    assert world.same(lambda cache: cache.core.manager.ledger.usable("host")) == 14
     assert world.free_pages(HOST) == [16, 14]
     world.heal()
     world.step_all(2 + lag)
-    assert world.same(lambda cache: cache.manager.ledger.usable("host")) == 16
+    assert world.same(lambda cache: cache.core.manager.ledger.usable("host")) == 16
     world.is_empty()
 
 

@@ -72,14 +72,14 @@ class _Rank:
         self.commits = 0
         self._iteration = 0
         self._next_token = 0
-        add_path: Callable[[list[Node]], None] = cache.backup.add_path
+        add_path: Callable[[list[Node]], None] = cache.core.backup.add_path
 
         def timed(path: list[Node]) -> None:
             began = time.perf_counter()
             add_path(path)
             self.add_s.append(time.perf_counter() - began)
 
-        cache.backup.add_path = timed
+        cache.core.backup.add_path = timed
 
     def step(self) -> StepResult:
         self._iteration += 1
@@ -94,7 +94,7 @@ class _Rank:
         """Steps until nothing is pending and so many pages can be had at once."""
         self.cache.expect_pages(headroom_pages)
         for _ in range(_STEPS_MAX):
-            ready = self.cache.engine_pages.headroom >= headroom_pages
+            ready = self.cache.core.engine_pages.headroom >= headroom_pages
             if ready and not self.cache.has_pending():
                 self.cache.expect_pages(0)  # or the next step would top it up again
                 return
@@ -178,7 +178,7 @@ def _measure(rank: _Rank, config: BenchConfig) -> RankFigures:
         insert_us=_us(rank.insert_s),
         add_us=_us(rank.add_s),
         all_reduce_us=_us(all_reduce_s),
-        collectives_per_step=cache.stepper.num_collectives / cache.manager.step,
+        collectives_per_step=cache.stepper.num_collectives / cache.core.manager.step,
         commits=rank.commits,
     )
 

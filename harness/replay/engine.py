@@ -121,7 +121,7 @@ class Engine:
         self._has_asked = False
         self._flushes = flushes
         self._num_refused = 0
-        storage = rank.cache.storage is not None
+        storage = rank.cache.core.storage is not None
         self._stages = storage and rank.cache.config.mode == "buffer_only"
         self._prefetches = storage and not self._stages
 
@@ -145,7 +145,7 @@ class Engine:
         while (result := self.cache.poll_step()) is None:
             yield Pause()
         self._after_step(result)
-        self.totals.retries = self._num_refused + self.cache.admission.num_tries
+        self.totals.retries = self._num_refused + self.cache.core.admission.num_tries
         for lane in self._lanes:
             self._run(lane, result)
 
@@ -213,9 +213,9 @@ class Engine:
 
     def _ask(self, lane: Lane) -> None:
         """All that it needs, as one wish: at once, by the next verdict, or in line for room."""
-        before = self.cache.admission.num_at_once
+        before = self.cache.core.admission.num_at_once
         lane.admission = self.cache.admit(lane.name, lane.tokens)
-        if self.cache.admission.num_at_once > before:
+        if self.cache.core.admission.num_at_once > before:
             self.totals.at_once += 1
             return
         self.totals.asked += 1
@@ -251,7 +251,7 @@ class Engine:
         for layer in range(cache.config.kv_shape.layers):
             if not cache.wait_layer(layer, loads, _LOAD_TIMEOUT_S):
                 raise InternalError(f"request {lane.name}: layer {layer} was not loaded in time")
-        live = cache.requests.require(lane.name)
+        live = cache.core.requests.require(lane.name)
         held = [] if live.held is None else live.held.path()
         hashes = page_hashes(lane.tokens, self._page_size)
         cached = [page for node in held for page in node.device.pages]
@@ -261,7 +261,7 @@ class Engine:
             raise InternalError(
                 f"request {lane.name}: page {right.index(False)} of its prompt has wrong bytes",
                 rank=cache.rank,
-                step=cache.manager.step,
+                step=cache.core.manager.step,
             )
         fill_pages(device, live.private, hashes[len(cached) :], cache.rank)
         lane.phase = Phase.RUNS

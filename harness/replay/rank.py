@@ -81,7 +81,7 @@ class Recorder:
             elif outcome.kind is OutcomeKind.ABORT:
                 self._aborts[f"{kind}: {outcome.intent.cause}"] += 1
         cache = self._rank.cache
-        walks = cache.manager.step % WALK_EVERY_STEPS == 0
+        walks = cache.core.manager.step % WALK_EVERY_STEPS == 0
         self._snapshots.append(snapshot(cache, walk=walks))
 
     def take(self) -> list[Snapshot]:
@@ -103,7 +103,7 @@ class Recorder:
         return RankSummary(
             rank=cache.rank,
             totals=totals,
-            steps=cache.manager.step,
+            steps=cache.core.manager.step,
             collectives=cache.stepper.num_collectives,
             waited_s=cache.stepper.waited_s,
             step_s=self._step_s,

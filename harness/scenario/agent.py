@@ -195,7 +195,7 @@ class Agent:
                 self.cache.evict(Tier(entry.tier), entry.pages)
             case Finish():
                 self._end(entry.request)
-                if self.cache.requests.get(entry.request) is not None:
+                if self.cache.core.requests.get(entry.request) is not None:
                     self.cache.finish_request(entry.request)
             case Abort():
                 self._end(entry.request)
@@ -307,11 +307,11 @@ class Agent:
 
     def _end_other(self, name: str, tokens: Tokens, namespace: str) -> None:
         """A name is used for another prompt: its first request is over, as it is for an engine."""
-        live = self.cache.requests.get(name)
+        live = self.cache.core.requests.get(name)
         if live is None or live.held is None:
             return
         try:
-            live.requires(tokens, self.cache.namespaces.inner(namespace), "matches")
+            live.requires(tokens, self.cache.core.namespaces.inner(namespace), "matches")
         except Misuse:
             self._end(name)
             self.cache.abort(name)
@@ -346,10 +346,12 @@ class Agent:
 
     def _other_prompts(self, name: str, match: Match) -> list[str]:
         """What the request of a kept match holds, where it is not the start of that prompt."""
-        live = self.cache.requests.require(name)
+        live = self.cache.core.requests.require(name)
         held = [] if live.held is None else live.held.path()
         tokens = [int(token) for node in held for token in node.tokens]
-        spaces = {node.namespace for node in held} - {self.cache.namespaces.inner(match.namespace)}
+        spaces = {node.namespace for node in held} - {
+            self.cache.core.namespaces.inner(match.namespace)
+        }
         if tokens == match.tokens[: len(tokens)].tolist() and not spaces:
             return []
         return [f"rank {self.record.rank}: request {name} holds another prompt than it matched"]
@@ -359,7 +361,7 @@ class Agent:
         for name, ticket in [*self._tickets.items(), *self._fetches.items()]:
             if ticket.state is TicketState.PENDING or name in self._holding:
                 continue
-            if self.cache.requests.get(name) is ticket.request:
+            if self.cache.core.requests.get(name) is ticket.request:
                 self.cache.finish_request(name)
 
     def _drain(self, entry: Drain) -> Program:
@@ -370,7 +372,7 @@ class Agent:
         if not self.cache.has_pending():
             self.record.broken += leftovers(self.cache)
         if self.cache.has_pending():
-            waiting = [repr(intent) for intent in self.cache.manager.open_intents]
+            waiting = [repr(intent) for intent in self.cache.core.manager.open_intents]
             self.record.broken.append(
                 f"entry {entry.number} (drain): not idle after {entry.max_steps} steps:"
                 f" {', '.join(waiting) or 'queues are not empty'}"
@@ -433,7 +435,7 @@ class Agent:
         self._engine.recompute(result.must_recompute)
         self._let_go()
         self.cache.check_integrity()
-        nodes = list(self.cache.tree.nodes())
+        nodes = list(self.cache.core.tree.nodes())
         self.record.broken += self.rank.wrong_bytes(nodes) + broken_promises(self.cache, nodes)
         self.record.broken += self._listener.hear(self.cache.events())
         self.record.broken += self._listener.differences(nodes)
@@ -441,7 +443,7 @@ class Agent:
 
     def _lose_a_node(self) -> None:
         """The tree of this rank alone drops its least recently used unpinned leaf."""
-        tree, tiers = self.cache.tree, self.cache.tiers
+        tree, tiers = self.cache.core.tree, self.cache.core.tiers
         leaves = [
             node
             for node in tree.nodes()
@@ -462,7 +464,7 @@ class Agent:
 
     def _suspend(self) -> None:
         """From here on this rank may differ, until it is reported."""
-        manager = self.cache.manager
+        manager = self.cache.core.manager
         self.record.suspended_from.setdefault(manager.epoch, manager.step + 1)
 
     def _note_error(self, entry: Do, error: KvpactError) -> None:
@@ -481,12 +483,12 @@ class Agent:
         if entry.storage is not None:
             seen["storage"] = {text: size * self._stored_pages(text) for text in entry.storage}
         if entry.free is not None:
-            pools = {pool.name: pool for pool in self.cache.tiers.pools.values()}
+            pools = {pool.name: pool for pool in self.cache.core.tiers.pools.values()}
             for side in self.rank.side:
                 pools |= {pool.name: pool for pool in side.pools.values()}
             seen["free"] = {name: pools[name].num_free for name in entry.free}
         if entry.pinned is not None:
-            pinned = self.cache.tree.num_pinned
+            pinned = self.cache.core.tree.num_pinned
             seen["pinned"] = {name: pinned[Tier(name)] for name in entry.pinned}
         for what, tickets in (
             ("admitted", self._engine.admissions),
@@ -515,14 +517,16 @@ class Agent:
         """Leading pages of a prefix whose storage write ended well on every rank."""
         namespace, ranges = parse_prefix(text)
         size = self.scenario.world.page_size
-        inner = self.cache.namespaces.inner(namespace)
+        inner = self.cache.core.namespaces.inner(namespace)
         hashes = page_hashes(expand(ranges), size, namespace=inner)
         return sum(1 for _ in takewhile(self._listener.stored.__contains__, hashes))
 
     def _is_right(self, text: str) -> int:
         """1: all of the prefix that is on DEVICE has the right bytes."""
         namespace, ranges = parse_prefix(text)
-        nodes, _ = self.cache.tree.walk(expand(ranges), self.cache.namespaces.inner(namespace))
+        nodes, _ = self.cache.core.tree.walk(
+            expand(ranges), self.cache.core.namespaces.inner(namespace)
+        )
         return int(not self.rank.wrong_bytes([n for n in nodes if n.device.is_published]))
 
 

@@ -47,9 +47,9 @@ class Engine:
     def admit(self, entry: Admit) -> None:
         """Match and pin; ask for the part on HOST where ``load`` says so, or all as one wish."""
         name, namespace, tokens = entry.request, entry.namespace, expand(entry.tokens)
-        if name in self._running or self._cache.requests.get(name) is not None:
+        if name in self._running or self._cache.core.requests.get(name) is not None:
             return
-        inner = self._cache.namespaces.inner(namespace)
+        inner = self._cache.core.namespaces.inner(namespace)
         hashes = page_hashes(tokens, self._cache.config.page_size, namespace=inner)
         running = self._running[name] = _Running(tokens, namespace, hashes)
         if entry.whole:
@@ -78,7 +78,7 @@ class Engine:
     def _is_in_line(self, name: str) -> bool:
         """It has nothing yet, and must not take anything piecemeal."""
         ticket = self.admissions.get(name)
-        live = self._cache.requests.get(name)
+        live = self._cache.core.requests.get(name)
         return ticket is not None and ticket.request is live and ticket.state is PENDING
 
     def compute(self, name: str) -> None:
@@ -86,7 +86,7 @@ class Engine:
         running = self._running.get(name)
         if running is None or any(t.state is PENDING for t in running.tickets):
             return
-        request = self._cache.requests.require(name)
+        request = self._cache.core.requests.require(name)
         held = request.held_pages
         end = min(held + len(request.private), len(running.hashes))
         if end <= held or request.must_recompute:
@@ -112,7 +112,7 @@ class Engine:
     def free(self, name: str, num_pages: int) -> None:
         """Give back some of the request's own pages, the last ones first."""
         if name in self._running:
-            own = len(self._cache.requests.require(name).private)
+            own = len(self._cache.core.requests.require(name).private)
             self._cache.free(name, min(num_pages, own))
 
     def forget(self, name: str) -> bool:

@@ -33,7 +33,7 @@ class Listener:
         self._rank = rank
         self._resident: dict[str, set[int]] = {tier.value: set() for tier in Tier}
         self._known: dict[tuple[int, int], Sequence[int]] = {}
-        self._epoch = rank.cache.manager.epoch
+        self._epoch = rank.cache.core.manager.epoch
         self._prompts = list(prompts)
         self._keys: dict[int, bytes] = {}
         self._learn_keys()
@@ -108,8 +108,8 @@ class Listener:
     def differences(self, nodes: Iterable[Node]) -> list[str]:
         """Where the events have led to another belief than what is published."""
         cache = self._rank.cache
-        if cache.manager.epoch != self._epoch:
-            self._epoch = cache.manager.epoch
+        if cache.core.manager.epoch != self._epoch:
+            self._epoch = cache.core.manager.epoch
             self._known.clear()
         really: dict[str, set[int]] = {name: set() for name in self._resident}
         for node in nodes:
@@ -117,7 +117,7 @@ class Listener:
                 if presence.is_published:
                     really[name].update(self._hashes(node))
         return [
-            f"rank {cache.rank}, after step {cache.manager.step}: by its events {name} has"
+            f"rank {cache.rank}, after step {cache.core.manager.step}: by its events {name} has"
             f" {len(self._resident[name])} pages, it has {len(pages)}"
             for name, pages in really.items()
             if pages != self._resident[name]

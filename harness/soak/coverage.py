@@ -142,9 +142,9 @@ class Coverage:
     def split(self, node_id: Value) -> None:
         """A node was cut."""
         cache = self._cache
-        if cache is None or cache.manager.is_idle:
+        if cache is None or cache.core.manager.is_idle:
             return
-        for node in cache.tree.nodes():
+        for node in cache.core.tree.nodes():
             if node.node_id == node_id:
                 if node.carriages:
                     self.hit("split while copying")
@@ -157,26 +157,26 @@ class Coverage:
             return
         for outcome in result.outcomes:
             self._count(outcome)
-            self._look_at(outcome, cache.manager.settled_step)
+            self._look_at(outcome, cache.core.manager.settled_step)
         if any(outcome.kind is OutcomeKind.END for outcome in result.outcomes):
             self._look_at_order(result.outcomes, cache)
         if result.was_reset:
             self.hit("reset")
-            self._old_copies = cache.tiers.copier.num_running
+            self._old_copies = cache.core.tiers.copier.num_running
             self._aborted_in.clear()
-        elif self._old_copies > (running := cache.tiers.copier.num_running):
+        elif self._old_copies > (running := cache.core.tiers.copier.num_running):
             self.hit("completion after epoch change", self._old_copies - running)
             self._old_copies = running
         if result.must_recompute:
             self.hit("request must recompute", len(result.must_recompute))
         if step_s >= _STRAGGLER_S:
             self.hit("straggler within the deadline")
-        limbo = sum(pool.num_limbo for pool in cache.tiers.pools.values())
+        limbo = sum(pool.num_limbo for pool in cache.core.tiers.pools.values())
         if limbo < self._limbo:
             self.hit("page back from limbo", self._limbo - limbo)
         self._limbo = limbo
         for tier in Tier:
-            gone = cache.tiers.num_evicted[tier]
+            gone = cache.core.tiers.num_evicted[tier]
             if gone:
                 self.counts[f"{tier.value} eviction"] = gone
 
@@ -220,7 +220,7 @@ class Coverage:
             self.hit("child aborted with its parent")
 
     def _look_at_order(self, outcomes: list[Outcome], cache: HierarchicalCache) -> None:
-        still_open = [i.serial for i in cache.manager.open_intents if not i.is_undecided]
+        still_open = [i.serial for i in cache.core.manager.open_intents if not i.is_undecided]
         if not still_open:
             return
         first = min(still_open)

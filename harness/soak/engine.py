@@ -155,8 +155,8 @@ class SoakEngine(Engine):
             if lane.request is None or lane.phase is not Phase.WAITS:
                 continue
             if lane.request.index % ABORT_EVERY == ABORT_EVERY - 1:
-                live = self.cache.requests.get(lane.name)
-                is_loading = live is not None and self.cache.load_back.is_asked(live)
+                live = self.cache.core.requests.get(lane.name)
+                is_loading = live is not None and self.cache.core.load_back.is_asked(live)
                 self.num_left += 1
                 self.num_left_loading += int(is_loading)
                 self.cache.abort(lane.name)
@@ -173,7 +173,7 @@ class SoakEngine(Engine):
         # The agreed clock begins anew with each epoch.
         if result.was_reset:
             self._epoch_began_ms += self._clock_ms
-        self._clock_ms = self.cache.manager.clock_ms
+        self._clock_ms = self.cache.core.manager.clock_ms
         self._watch_progress()
         self._after(result)
 
@@ -183,22 +183,23 @@ class SoakEngine(Engine):
             self.drain_steps += 1
             waited_ms = now_ms - self._finished_ms
             if waited_ms > self._drain_ms:
-                left = [repr(intent) for intent in self.cache.manager.open_intents[:5]]
+                left = [repr(intent) for intent in self.cache.core.manager.open_intents[:5]]
                 raise ProgressLost(
                     f"after the load had ended, not everything drained within"
                     f" {self._drain_ms / 1000:g} s: {self.num_waiting} requests wait,"
                     f" open: {', '.join(left) or 'nothing'}",
-                    step=self.cache.manager.step,
+                    step=self.cache.core.manager.step,
                 )
         elif self.totals.requests + self.num_left != self._num_finished:
             self._num_finished = self.totals.requests + self.num_left
             self._finished_ms = now_ms
         elif now_ms - self._finished_ms > self._patience_ms:
+            manager = self.cache.core.manager
             raise ProgressLost(
                 f"all ranks step, but no request has finished for {self._patience_ms / 1000:g} s:"
-                f" {self.num_waiting} wait, {self.cache.manager.ledger.usable('device')} device"
-                " pages are usable on every rank",
-                step=self.cache.manager.step,
+                f" {self.num_waiting} wait, {manager.ledger.usable('device')} device pages"
+                " are usable on every rank",
+                step=manager.step,
             )
 
     def _forward(self, lane: Lane) -> None:
@@ -215,7 +216,7 @@ class SoakEngine(Engine):
         loads = cache.start_loading([lane.name])
         for layer in range(cache.config.kv_shape.layers):
             cache.wait_layer(layer, loads, LAYER_WAIT_S)
-        live = cache.requests.require(lane.name)
+        live = cache.core.requests.require(lane.name)
         hashes = page_hashes(lane.tokens, cache.config.page_size)
         own = hashes[live.held_pages : live.held_pages + len(live.private)]
         fill_pages(self.rank.tensors[Tier.DEVICE], live.private, own, cache.rank)

@@ -86,7 +86,7 @@ class SoakLoop:
         if self.config.pace_ms:
             left_s = self.config.pace_ms / 1000 - (time.perf_counter() - self._entered)
             time.sleep(max(0.0, left_s))
-        self.process_faults.before_step(step, self.rank.cache.tiers)
+        self.process_faults.before_step(step, self.rank.cache.core.tiers)
         self._entered = time.perf_counter()
 
     def _look_for_the_end(self, step: int) -> None:
@@ -122,7 +122,7 @@ class SoakLoop:
         feed.steps.add(step_s)
         feed.waits.add(waited_s)
         self.coverage.after_step(result, step_s)
-        walks = cache.manager.step % self.config.walk_every_steps == 0
+        walks = cache.core.manager.step % self.config.walk_every_steps == 0
         feed.add_snapshot(snapshot(cache, walk=walks))
         if walks:
             feed.failures.extend(broken_promises(cache))
@@ -132,7 +132,7 @@ class SoakLoop:
             time.sleep(0.001)  # nothing to do but to wait for others
 
     def _some_nodes(self) -> list[Node]:
-        nodes = list(self.rank.cache.tree.nodes())
+        nodes = list(self.rank.cache.core.tree.nodes())
         return self._draw.sample(nodes, min(SAMPLED_NODES, len(nodes)))
 
     def _fill_bucket(self, step_s: float, waited_s: float) -> None:
@@ -150,10 +150,10 @@ class SoakLoop:
         bucket.pages += pages - self._seen[0]
         bucket.hit_pages += hits - self._seen[1]
         self._seen = (pages, hits)
-        device, host = (cache.tiers.pools[tier] for tier in (Tier.DEVICE, Tier.HOST))
+        device, host = (cache.core.tiers.pools[tier] for tier in (Tier.DEVICE, Tier.HOST))
         bucket.device_used = device.num_pages - device.num_free
         bucket.host_used = host.num_pages - host.num_free
-        bucket.num_open = len(cache.manager.open_intents)
+        bucket.num_open = len(cache.core.manager.open_intents)
         bucket.num_waiting = engine.num_waiting
 
     def _close_bucket(self, now_s: float) -> None:
@@ -246,21 +246,21 @@ class SoakLoop:
     def _leftovers(self) -> list[str]:
         """What has not come back to its baseline although everything has drained."""
         cache = self.rank.cache
-        found = [f"{intent!r} is still open" for intent in cache.manager.open_intents]
-        found += [f"request {request.name} is still live" for request in cache.requests]
+        found = [f"{intent!r} is still open" for intent in cache.core.manager.open_intents]
+        found += [f"request {request.name} is still live" for request in cache.core.requests]
         for tier in Tier:
-            pinned = cache.tree.num_pinned[tier]
+            pinned = cache.core.tree.num_pinned[tier]
             if pinned:
                 found.append(f"{pinned} pages are still pinned in {tier.value}")
-            limbo = cache.tiers.pools[tier].num_limbo
+            limbo = cache.core.tiers.pools[tier].num_limbo
             if limbo:
                 found.append(f"{limbo} pages of {tier.value} are still held by copies")
         # Everything was evicted; what stays has an owner that nobody knows.
         for tier in Tier:
-            pool = cache.tiers.pools[tier]
+            pool = cache.core.tiers.pools[tier]
             if pool.num_free != pool.num_pages:
                 found.append(f"{pool.num_pages - pool.num_free} pages of {tier.value} leaked")
-            charged = cache.manager.ledger.charged(tier.value)
+            charged = cache.core.manager.ledger.charged(tier.value)
             if charged:
                 found.append(f"{charged} pages of {tier.value} are charged for nothing")
         return [line if line.startswith("rank") else f"rank {cache.rank}: {line}" for line in found]

@@ -51,10 +51,10 @@ def snapshot(
 
     ``nodes`` are all nodes of the tree, where the caller has them already.
     """
-    manager = cache.manager
+    manager = cache.core.manager
     tree = 0
     if walk:
-        walked = cache.tree.nodes() if nodes is None else nodes
+        walked = cache.core.tree.nodes() if nodes is None else nodes
         tree = xxhash.xxh3_64_intdigest("\n".join(map(_line, walked)).encode())
     return Snapshot(
         rank=cache.rank,
@@ -62,9 +62,9 @@ def snapshot(
         step=manager.step,
         settled=manager.settled_step,
         fingerprint=cache.journal.fingerprint,
-        live=cache.requests.digest,
+        live=cache.core.requests.digest,
         charged=tuple(manager.ledger.charged(pool) for pool in manager.schema.pools),
-        pinned=tuple(cache.tree.num_pinned[tier] for tier in Tier),
+        pinned=tuple(cache.core.tree.num_pinned[tier] for tier in Tier),
         num_open=len(manager.open_intents),
         tree=tree,
         events=events,
@@ -73,7 +73,7 @@ def snapshot(
 
 def tree_lines(cache: HierarchicalCache) -> list[str]:
     """Every node in a fixed order, as text: structure, recency, residency and pins."""
-    return [_line(node) for node in cache.tree.nodes()]
+    return [_line(node) for node in cache.core.tree.nodes()]
 
 
 def _line(node: Node) -> str:
@@ -148,7 +148,7 @@ def wrong_bytes(
         wanted.setdefault((name, tier), []).append(page_hash)
         owners.setdefault((name, tier), []).append(node)
 
-    for node in cache.tree.nodes() if nodes is None else nodes:
+    for node in cache.core.tree.nodes() if nodes is None else nodes:
         hashes = known[node.node_id] = _hashes_below(cache, node, known)
         if _may_be_void(node):
             continue

@@ -26,29 +26,33 @@ def broken_promises(cache: HierarchicalCache, nodes: Iterable[Node] | None = Non
 
     ``nodes`` are all nodes of its tree, where the caller has them already.
     """
-    walked = cache.tree.nodes() if nodes is None else nodes
+    walked = cache.core.tree.nodes() if nodes is None else nodes
     found = [line for node in walked for line in _node(cache, node)]
-    found += [line for intent in cache.manager.open_intents for line in _intent(cache, intent)]
+    found += [line for intent in cache.core.manager.open_intents for line in _intent(cache, intent)]
     found += _held(cache)
     found += _bounds(cache)
-    where = f"rank {cache.rank}, after step {cache.manager.step}"
+    where = f"rank {cache.rank}, after step {cache.core.manager.step}"
     return [f"{where}: {line}" for line in found]
 
 
 def leftovers(cache: HierarchicalCache) -> list[str]:
     """What is still there although nothing is pending."""
     found: list[str] = []
-    if isinstance(cache.backup, WriteBack):
-        leaving = {pool: cache.backup.underway(pool) for pool in cache.manager.schema.pools}
+    if isinstance(cache.core.backup, WriteBack):
+        leaving = {
+            pool: cache.core.backup.underway(pool) for pool in cache.core.manager.schema.pools
+        }
         found += [f"{num} pages of {pool} count as leaving" for pool, num in leaving.items() if num]
-    if isinstance(cache.backup, BufferFlush):
-        staging = cache.tiers.pools[Tier.HOST]
+    if isinstance(cache.core.backup, BufferFlush):
+        staging = cache.core.tiers.pools[Tier.HOST]
         if staging.num_out:
             found.append(f"{staging.num_out} staging pages are out")
-    if cache.storage is not None and cache.manager.ledger.charged(STORAGE):
-        found.append(f"{cache.manager.ledger.charged(STORAGE)} places in the storage's queue")
-    if not len(cache.requests) and cache.orphans.pages:
-        found.append(f"device pages {cache.orphans.pages} are orphaned, but no request is live")
+    if cache.core.storage is not None and cache.core.manager.ledger.charged(STORAGE):
+        found.append(f"{cache.core.manager.ledger.charged(STORAGE)} places in the storage's queue")
+    if not len(cache.core.requests) and cache.core.orphans.pages:
+        found.append(
+            f"device pages {cache.core.orphans.pages} are orphaned, but no request is live"
+        )
     return [f"rank {cache.rank}: nothing is pending, but {line}" for line in found]
 
 
@@ -106,8 +110,10 @@ def _held(cache: HierarchicalCache) -> list[str]:
     """Requests that pin nodes of a tree that is gone."""
     return [
         f"request {request.name} holds {request.held!r}, which is not in the tree"
-        for request in cache.requests
-        if request.held is not None and request.held.is_alive and not cache.tree.has(request.held)
+        for request in cache.core.requests
+        if request.held is not None
+        and request.held.is_alive
+        and not cache.core.tree.has(request.held)
     ]
 
 
@@ -118,7 +124,7 @@ def _is_doomed(intent: Intent) -> bool:
 
 
 def _intent(cache: HierarchicalCache, intent: Intent) -> list[str]:
-    manager = cache.manager
+    manager = cache.core.manager
     found: list[str] = []
     waited = manager.settled_step - intent.opened_step
     if intent.is_undecided and intent.opened_step <= manager.settled_step:
@@ -132,7 +138,7 @@ def _intent(cache: HierarchicalCache, intent: Intent) -> list[str]:
 
 
 def _bounds(cache: HierarchicalCache) -> list[str]:
-    config, manager, stepper = cache.config, cache.manager, cache.stepper
+    config, manager, stepper = cache.config, cache.core.manager, cache.stepper
     found: list[str] = []
     if stepper.num_collectives != stepper.num_steps:
         found.append(f"{stepper.num_collectives} collectives in {stepper.num_steps} steps")
@@ -143,22 +149,22 @@ def _bounds(cache: HierarchicalCache) -> list[str]:
         found.append(f"{stepper.num_in_flight} ballots in flight with lag {config.lag}")
     bounds = {
         "open intents": (len(manager.open_intents), config.num_slots),
-        "nodes to back up": (cache.backup.num_queued, config.write_queue_nodes_max),
-        "loads that wait": (cache.load_back.num_waiting, config.waiting_tickets_max),
-        "inserts that wait": (cache.insert_line.num_waiting, config.waiting_tickets_max),
-        "requests that wait": (cache.admission.num_waiting, config.waiting_tickets_max),
-        "page tickets that wait": (cache.engine_pages.num_waiting, config.waiting_tickets_max),
+        "nodes to back up": (cache.core.backup.num_queued, config.write_queue_nodes_max),
+        "loads that wait": (cache.core.load_back.num_waiting, config.waiting_tickets_max),
+        "inserts that wait": (cache.core.insert_line.num_waiting, config.waiting_tickets_max),
+        "requests that wait": (cache.core.admission.num_waiting, config.waiting_tickets_max),
+        "page tickets that wait": (cache.core.engine_pages.num_waiting, config.waiting_tickets_max),
     }
     found += [f"{name}: {size} > {most}" for name, (size, most) in bounds.items() if size > most]
-    waiting, fates = len(cache.backup.waiting_nodes()), cache.backup.fates
-    if cache.tree.num_marked != waiting + sum(fates.values()):
+    waiting, fates = len(cache.core.backup.waiting_nodes()), cache.core.backup.fates
+    if cache.core.tree.num_marked != waiting + sum(fates.values()):
         found.append(
-            f"{cache.tree.num_marked} nodes were queued, {waiting} wait, and of the others is known"
-            f" {fates}"
+            f"{cache.core.tree.num_marked} nodes were queued, {waiting} wait, and of the others is"
+            f" known {fates}"
         )
-    if isinstance(cache.backup, WriteBack):
-        leaving = sum(carriage.num_pages for carriage in cache.backup.held())
-        counted = cache.backup.underway(Tier.DEVICE.value)
+    if isinstance(cache.core.backup, WriteBack):
+        leaving = sum(carriage.num_pages for carriage in cache.core.backup.held())
+        counted = cache.core.backup.underway(Tier.DEVICE.value)
         if leaving != counted:
             found.append(f"{counted} pages count as being demoted, {leaving} are")
     for tier in Tier:
