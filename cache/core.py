@@ -48,7 +48,7 @@ __all__ = ["CacheCore"]
 
 
 class CacheCore:
-    """Everything that belongs to one rank, without the step's communication."""
+    """The cache of one rank without communication: the :class:`Machine` that its stepper drives."""
 
     def __init__(
         self,
@@ -193,6 +193,14 @@ class CacheCore:
         for hear in self._hear:
             hear()
 
+    def live_digest(self) -> int:
+        """Digest the live requests."""
+        return self.requests.digest
+
+    def waits(self) -> dict[str, str]:
+        """Name who waits in a line, and what for; agreed."""
+        return {name: lacks for path in self.paths for name, lacks in path.waits().items()}
+
     def _is_fetching(self, request: Request) -> bool:
         """Something of ``request`` is still on its way from elsewhere: agreed."""
         is_fetching = self.storage is not None and self.storage.prefetch.is_pending(request)
@@ -212,10 +220,6 @@ class CacheCore:
             return self.side.usable(pool) - orphaned
         orphaned = len(self.orphans.pages) if tier == Tier.DEVICE.value else 0
         return self.tiers.pools[Tier(tier)].usable - orphaned
-
-    def waits(self) -> dict[str, str]:
-        """Who waits in a line, and what for; agreed."""
-        return {name: lacks for path in self.paths for name, lacks in path.waits().items()}
 
     @property
     def has_pending(self) -> bool:

@@ -123,21 +123,18 @@ class HierarchicalCache:
             self.core.manager,
             group,
             store,
+            core,
+            carrier=self._carryover,
             limits=StepLimits(
                 warn_s=config.warn_s,
                 deadline_s=config.deadline_s,
                 grace_s=config.grace_s,
                 progress_s=config.progress_timeout_s or max(300.0, 10 * config.copy_timeout_s),
             ),
-            prepare=core.prepare,
-            settled=core.settled,
-            live=lambda: self.core.requests.digest,
             locator=locator,
-            carrier=self._carryover,
             policy=Policy(config.policy, config.max_resets, config.reset_window_s),
             regroup=regroup,
             beacon=beacon,
-            waits=core.waits,
         )
 
     # -- the step --------------------------------------------------------------------------------

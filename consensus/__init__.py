@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvpact.consensus.epoch.incident_files import IncidentFiles
     from kvpact.consensus.epoch.report import Incident, Policy, Seal
     from kvpact.consensus.membership import Membership
-    from kvpact.consensus.step.step import Carrier, StepLimits, Stepper
+    from kvpact.consensus.step.step import Carrier, Machine, StepLimits, Stepper
     from kvpact.consensus.transport.collective import Group, Work
     from kvpact.consensus.transport.gloo import (
         GlooGroup,
@@ -68,6 +68,7 @@ __all__ = [
     "KvpactError",
     "Limbo",
     "Link",
+    "Machine",
     "Membership",
     "Misuse",
     "Outcome",
@@ -132,7 +133,7 @@ _HOMES = {
     "kvpact.consensus.epoch.incident_files": ("IncidentFiles",),
     "kvpact.consensus.epoch.report": ("Incident", "Policy", "Seal"),
     "kvpact.consensus.membership": ("Membership",),
-    "kvpact.consensus.step.step": ("Carrier", "StepLimits", "Stepper"),
+    "kvpact.consensus.step.step": ("Carrier", "Machine", "StepLimits", "Stepper"),
     "kvpact.consensus.transport.collective": ("Group", "Work"),
     "kvpact.consensus.transport.gloo": (
         "GlooGroup",

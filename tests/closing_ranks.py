@@ -24,7 +24,7 @@ from kvpact.consensus.epoch.report import Seal
 from kvpact.consensus.membership import Membership
 from kvpact.consensus.step.step import StepLimits, Stepper
 from kvpact.consensus.transport.gloo import serve_tcp_store
-from tests.foreign import Owner, make_manager
+from tests.foreign import Engine, Owner, make_manager
 
 NUM_RANKS = 3
 #: Nothing that a child does lasts so long.
@@ -83,14 +83,14 @@ def run_rank(trial: dict[str, Any], rank: int, port: int, say: int) -> None:
     def on_settled(outcomes: list[Outcome]) -> None:
         settled.extend(f"{one.kind.value} {one.intent.key}" for one in outcomes)
 
+    engine = Engine(manager)
+    engine.settled = on_settled
     stepper = Stepper(
         manager,
         membership.group,
         membership.store,
+        engine,
         limits=StepLimits(deadline_s=deadline_s, warn_s=deadline_s, grace_s=0.3, slice_s=0.05),
-        prepare=manager.reserve_open,
-        settled=on_settled,
-        live=int,
         locator=membership.locator,
         carrier=Nothing(),
         beacon=membership.watch,

@@ -7,7 +7,7 @@ are reduced right here, without a group.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,12 +16,22 @@ import numpy as np
 from kvpact.consensus.core.ballot import Schema, Status, Vector
 from kvpact.consensus.core.journal import Journal, Value
 from kvpact.consensus.core.manager import TransactionManager
-from kvpact.consensus.core.participant import Intent
+from kvpact.consensus.core.participant import Intent, Outcome
 from kvpact.consensus.core.transaction import State
 
-__all__ = ["Owner", "Replica", "make_manager", "only"]
+__all__ = ["Engine", "Owner", "Replica", "make_manager", "only"]
 
 T = TypeVar("T")
+
+
+class Engine:
+    """The machine of a stepper: it reserves what is open. Tests put their own calls in place."""
+
+    def __init__(self, manager: TransactionManager) -> None:
+        self.prepare: Callable[[], None] = manager.reserve_open
+        self.settled: Callable[[list[Outcome]], None] = lambda _: None
+        self.live_digest: Callable[[], int] = int
+        self.waits: Callable[[], Mapping[str, str]] = dict
 
 
 class Owner:

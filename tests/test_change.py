@@ -24,7 +24,7 @@ from kvpact.consensus.epoch.report import Policy, Seal
 from kvpact.consensus.step.step import PAUSED, Stepper
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import MemoryStore
-from tests.foreign import Owner, make_manager, only
+from tests.foreign import Engine, Owner, make_manager, only
 from tests.test_step import DEADLINE_S, GRACE_S, LAGS, LIMITS, TICK_S, Call, Link, Net, one_error
 
 RESET = Policy("reset")
@@ -85,14 +85,14 @@ class Rank:
             return EpochLink(world.net, rank, self.manager.schema.width, epoch)
 
         first = EpochLink(world.net, rank, self.manager.schema.width, 0)
+        self.engine = Engine(self.manager)
+        self.engine.prepare = self._prepare
         self.stepper = Stepper(
             self.manager,
             first,
             world.store,
+            self.engine,
             limits=LIMITS,
-            prepare=self._prepare,
-            settled=lambda _: None,
-            live=int,
             locator=world.net,
             carrier=self.luggage,
             policy=world.policy,

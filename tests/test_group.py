@@ -47,7 +47,7 @@ from kvpact.consensus.transport.store import MemoryStore, NamedStore, Store, Tcp
 from kvpact.harness.rank.launch import Launch, RankContext
 from kvpact.harness.rank.sim import SimClock, SimGroup, SimNet
 from tests.closing_ranks import Nothing
-from tests.foreign import Owner, make_manager
+from tests.foreign import Engine, Owner, make_manager
 
 pytestmark = pytest.mark.ranks
 
@@ -552,10 +552,8 @@ def _steps(
         manager,
         group,
         store,
+        Engine(manager),
         limits=StepLimits(deadline_s=3.0, grace_s=0.5, slice_s=0.05, **limits),
-        prepare=manager.reserve_open,
-        settled=lambda _: None,
-        live=int,
         locator=Nowhere(),
         carrier=Baggage(manager),
     )

@@ -129,10 +129,10 @@ def test_who_hears_of_a_finding_between_steps_compares_from_the_same_place(lag: 
 def test_live_requests_that_differ_are_told_again_once_they_were_equal(lag: int) -> None:
     world, told = observing(lag)
     for times in (1, 2):
-        world.ranks[1].stepper._live = lambda: 5
+        world.ranks[1].engine.live_digest = lambda: 5
         go_on(world, lag + 2 * QUIET_STEPS)
         assert [len(one) for one in told] == [times] * 3
-        world.ranks[1].stepper._live = int
+        world.ranks[1].engine.live_digest = int
         go_on(world, lag + 2)
     assert {one[-1].seal.error.field for one in told} == {"live"}
 
@@ -142,7 +142,7 @@ def breaks_prepare(world: World) -> None:
 
 
 def breaks_settled(world: World) -> None:
-    world.ranks[1].stepper._on_settled = raises
+    world.ranks[1].engine.settled = raises
 
 
 @LAGS

@@ -10,7 +10,7 @@ from kvpact.consensus.core.errors import KvpactError, ProgressLost
 from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.step.progress import MAX_DESCRIBED, Progress, describe
 from kvpact.consensus.step.step import StepLimits, Stepper
-from tests.foreign import Owner, make_manager, only
+from tests.foreign import Engine, Owner, make_manager, only
 from tests.test_step import LAGS, Baggage, World, one_error
 
 BOUND_S = 2.0
@@ -172,17 +172,16 @@ def test_the_bound_is_a_limit_of_the_stepper() -> None:
     assert StepLimits(progress_s=7.0).progress_s == 7.0
     world = World(size=1)
     rank = world.ranks[0]
+    engine = Engine(rank.manager)
+    engine.waits = lambda: {"a ticket": "nobody"}
     stepper = Stepper(
         rank.manager,
         rank.link,
         world.store,
+        engine,
         limits=StepLimits(progress_s=0.5),
-        prepare=rank.manager.reserve_open,
-        settled=lambda _: None,
-        live=int,
         locator=world.net,
         carrier=Baggage(),
-        waits=lambda: {"a ticket": "nobody"},
     )
 
     def run() -> None:

@@ -28,7 +28,7 @@ from kvpact.consensus.core.participant import Intent, Outcome
 from kvpact.consensus.epoch.report import LastSeen, Seal
 from kvpact.consensus.step.step import StepLimits, Stepper
 from kvpact.consensus.transport.store import MemoryStore
-from tests.foreign import Owner, make_manager, only
+from tests.foreign import Engine, Owner, make_manager, only
 
 TICK_S = 0.01
 DEADLINE_S = 1.0
@@ -140,23 +140,20 @@ class Rank:
         self.manager = make_manager(rank, self.owner, lag=lag)
         self.link = Link(world.net, rank, self.manager.schema.width)
         self.before: Callable[[], None] | None = None
-        self.live_digest: Callable[[], int] = lambda: 0
         self.settled: list[str] = []
+        self.engine = Engine(self.manager)
+        self.engine.prepare = self._prepare
+        self.engine.settled = self._settled
         self.stepper = Stepper(
             self.manager,
             self.link,
             world.store,
+            self.engine,
             limits=LIMITS,
-            prepare=self._prepare,
-            settled=self._settled,
-            live=self._live,
             locator=world.net,
             carrier=Baggage(),
             beacon=self.link,
         )
-
-    def _live(self) -> int:
-        return self.live_digest()
 
     def _prepare(self) -> None:
         if self.before is not None:
@@ -468,12 +465,12 @@ def test_an_exception_before_the_ballot_is_the_same_error_everywhere(
 
             rank.before = plan
         case "live":
-            rank.live_digest = _raises
+            rank.engine.live_digest = _raises
         case "usable":
             rank.owner.usable = _raises  # type: ignore[method-assign]
             rank.manager._usable["a"] = _raises
         case _:
-            rank.stepper._prepare = lambda: None
+            rank.engine.prepare = lambda: None
     found = world.run()
     error = one_error([e for e in found.values() if e is not None])
     assert len(found) == 3
@@ -563,7 +560,7 @@ def test_a_call_made_on_one_rank_only_is_found_and_told(lag: int, size: int) -> 
 def test_live_requests_that_differ_are_found(lag: int) -> None:
     world = World(lag=lag)
     world.settle_in()
-    world.ranks[2].live_digest = lambda: 7
+    world.ranks[2].engine.live_digest = lambda: 7
     error = world.until_all_raise()
     assert isinstance(error, Divergence)
     assert (error.field, error.ranks) == ("live", (2,))
@@ -839,7 +836,7 @@ def test_an_exception_while_settling_ends_the_step_behind_what_is_settled(lag: i
     def fails(outcomes: list[Outcome]) -> None:
         raise ValueError("cannot publish")
 
-    world.ranks[1].stepper._on_settled = fails
+    world.ranks[1].engine.settled = fails
     error = one_error([error for error in world.run().values() if error is not None])
     assert (type(error), error.ranks) == (PeerError, (1,))
     assert "cannot publish" in error.message

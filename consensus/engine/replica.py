@@ -65,6 +65,48 @@ class CarriesNothing:
         self._manager.begin_epoch(epoch, usable)
 
 
+class EngineMachine:
+    """The :class:`Machine` that an engine's functions make; what it leaves out does nothing."""
+
+    def __init__(
+        self,
+        manager: TransactionManager,
+        *,
+        plan: Callable[[], None] | None,
+        submit: Callable[[], None] | None,
+        settled: Callable[[list[Outcome]], None] | None,
+        live: Callable[[], int] | None,
+        waits: Waits | None,
+    ) -> None:
+        self._manager = manager
+        self._plan = plan
+        self._submit = submit
+        self._settled = settled
+        self._live = live
+        self._waits = waits
+
+    def prepare(self) -> None:
+        """Plan, reserve what is open, launch the copies that have started."""
+        if self._plan is not None:
+            self._plan()
+        self._manager.reserve_open()
+        if self._submit is not None:
+            self._submit()
+
+    def settled(self, outcomes: list[Outcome]) -> None:
+        """Tell the engine what was settled."""
+        if self._settled is not None:
+            self._settled(outcomes)
+
+    def live_digest(self) -> int:
+        """Digest the engine's live requests; 0 where it tells none."""
+        return 0 if self._live is None else self._live()
+
+    def waits(self) -> Mapping[str, str]:
+        """Name who waits in the engine's lines."""
+        return {} if self._waits is None else self._waits()
+
+
 class Replica:
     """This rank's share of a replica: ``manager``, ``stepper``, ``journal``, ``membership``.
 
@@ -200,29 +242,20 @@ def join(
         )
         parts.callback(membership.close)
         manager.begin_epoch(0, membership.usable)
-
-        def prepare() -> None:
-            if plan is not None:
-                plan()
-            manager.reserve_open()
-            if submit is not None:
-                submit()
-
         stepper = Stepper(
             manager,
             membership.group,
             membership.store,
-            limits=limits,
-            prepare=prepare,
-            settled=settled or _ignore,
-            live=live or _nobody,
-            locator=membership.locator,
+            EngineMachine(
+                manager, plan=plan, submit=submit, settled=settled, live=live, waits=waits
+            ),
             carrier=carrier
             or CarriesNothing(manager, lambda: {pool: usable(pool) for pool in schema.pools}),
+            limits=limits,
+            locator=membership.locator,
             policy=policy,
             regroup=membership.regroup,
             beacon=membership.watch,
-            waits=waits,
         )
         membership.watch_over(stepper)
         parts.pop_all()
@@ -235,12 +268,3 @@ def join(
         pools=pools,
         leave_timeout_s=leave_timeout_s,
     )
-
-
-def _ignore(outcomes: list[Outcome]) -> None:
-    """Do nothing with ``outcomes``: the participants have heard of them."""
-
-
-def _nobody() -> int:
-    """Return the digest of no live request."""
-    return 0

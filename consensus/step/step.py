@@ -35,14 +35,15 @@ from kvpact.consensus.core.participant import Outcome
 from kvpact.consensus.epoch.closing import Locator
 from kvpact.consensus.epoch.report import Incident, Policy, Seal
 from kvpact.consensus.step.change import Carrier, EpochChange
+from kvpact.consensus.step.machine import Machine
 from kvpact.consensus.step.observe import Alone, Observation, OwnVote
-from kvpact.consensus.step.progress import Progress, Waits
+from kvpact.consensus.step.progress import Progress
 from kvpact.consensus.step.stage import Beacon, InFlight, Stage
 from kvpact.consensus.step.wait import PAUSED, StepLimits, VerdictWait
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
 
-__all__ = ["PAUSED", "RUN_KEY", "Beacon", "Carrier", "InFlight", "StepLimits", "Stepper"]
+__all__ = ["PAUSED", "RUN_KEY", "Beacon", "Carrier", "InFlight", "Machine", "StepLimits", "Stepper"]
 
 _log = logging.getLogger("kvpact")
 
@@ -58,11 +59,11 @@ _CUT_SHORT = ("", "fingerprint", "live")
 class Stepper:
     """Drives one :class:`TransactionManager` over one :class:`Group`.
 
-    ``prepare`` plans and reserves (it may raise: the rank then still posts, as broken, and all
-    ranks raise the same error). ``settled`` gets the outcomes of each settled ballot. ``live``
-    digests the live requests. ``locator`` tells where other ranks are. ``regroup(epoch)`` forms the
-    group of a new epoch; without it the policy is to raise. ``waits`` names what waits in line.
-    ``on_incident`` is called, in ``step``, with each end of an epoch and each observed finding.
+    ``machine`` is what it steps: where its ``prepare`` raises, the rank still posts, as broken, and
+    all ranks raise the same error. ``carrier`` says what of it survives the end of an epoch.
+    ``locator`` tells where other ranks are. ``regroup(epoch)`` forms the group of a new epoch;
+    without it the policy is to raise. ``on_incident`` is called, in ``step``, with each end of an
+    epoch and each observed finding.
     """
 
     def __init__(
@@ -70,17 +71,14 @@ class Stepper:
         manager: TransactionManager,
         group: Group,
         store: Store,
+        machine: Machine,
         *,
-        limits: StepLimits,
-        prepare: Callable[[], None],
-        settled: Callable[[list[Outcome]], None],
-        live: Callable[[], int],
-        locator: Locator,
         carrier: Carrier,
+        limits: StepLimits,
+        locator: Locator,
         policy: Policy | None = None,
         regroup: Callable[[int], Group] | None = None,
         beacon: Beacon | None = None,
-        waits: Waits | None = None,
         on_incident: Callable[[Incident], None] | None = None,
     ) -> None:
         self.manager = manager
@@ -91,12 +89,10 @@ class Stepper:
         self.num_collectives = 0
         self.waited_s = 0.0
         self.in_flight: tuple[InFlight, ...] = ()  # replaced, never changed: any thread may look
-        self._prepare = prepare
-        self._on_settled = settled
-        self._live = live
+        self._machine = machine
         self._beacon = beacon
         self._verdict_wait = VerdictWait(group.rank, group.ranks, limits, locator, group.now)
-        self._progress = Progress(manager, bound_s=limits.progress_s, waits=waits)
+        self._progress = Progress(manager, bound_s=limits.progress_s, waits=machine.waits)
         policy = policy or Policy()
         self.observation = Observation(manager, is_on=policy.kind == "observe")
         self.change = EpochChange(
@@ -349,10 +345,10 @@ class Stepper:
         now_ms = int((self.group.now() - self._started - self._paused_s) * 1000)
         if self._cause is None:
             try:
-                self._prepare()
+                self._machine.prepare()
                 return self.manager.post(
                     self._iteration,
-                    live=self._live(),
+                    live=self._machine.live_digest(),
                     now_ms=now_ms,
                     status=Status.LEAVING if self._is_leaving else Status.HEALTHY,
                     round_number=self._round,
@@ -452,7 +448,7 @@ class Stepper:
             rank = verdict.status_rank
             self.error = PeerLeft(f"rank {rank} has left in good order", rank=rank, step=step)
         outcomes = self.manager.settle(verdict)
-        self._on_settled(outcomes)
+        self._machine.settled(outcomes)
         self._outcomes += outcomes
 
     def _is_late(self, step: int, now: float) -> bool:

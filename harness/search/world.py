@@ -146,12 +146,10 @@ class Member:
             self.manager,
             group(),
             world.net,
-            limits=LIMITS,
-            prepare=self._prepare,
-            settled=self._settled,
-            live=int,
-            locator=world.net,
+            self,
             carrier=self,
+            limits=LIMITS,
+            locator=world.net,
             policy=Policy(setting.policy),
             regroup=group if setting.policy != "raise" else None,
         )
@@ -216,7 +214,10 @@ class Member:
     def _children(self, key: str) -> list[str]:
         return ["second"] if self.world.setting.has_child and key == "first" else []
 
-    def _prepare(self) -> None:
+    # -- Machine ---------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """See :class:`kvpact.consensus.step.machine.Machine`."""
         for wish in self.due():
             parents = [self.intents["first"]] if wish.key in self._children("first") else []
             intent = self.manager.open(
@@ -228,7 +229,8 @@ class Member:
                     self.manager.bind([self.intents["first"], intent])
         self.manager.reserve_open()
 
-    def _settled(self, outcomes: list[Outcome]) -> None:
+    def settled(self, outcomes: list[Outcome]) -> None:
+        """See :class:`kvpact.consensus.step.machine.Machine`."""
         for outcome in outcomes:
             intent = outcome.intent
             lacks = outcome.kind is OutcomeKind.END and intent.result < intent.agreed
@@ -236,6 +238,14 @@ class Member:
                 for name in self._children(str(intent.key)):
                     if name in self.intents:
                         self.withdraw(name)
+
+    def live_digest(self) -> int:
+        """See :class:`kvpact.consensus.step.machine.Machine`."""
+        return 0
+
+    def waits(self) -> dict[str, str]:
+        """See :class:`kvpact.consensus.step.machine.Machine`."""
+        return {}
 
     # -- Participant -----------------------------------------------------------------------------
 
