@@ -25,13 +25,12 @@ def numbered(num_pages: int = 5, page_size: int = 4, shape: KVShape = SHAPE) -> 
 def test_slots_pages_and_words_are_the_same_memory():
     tensors = numbered()
     assert tensors.k.shape == tensors.v.shape == (3, 20, 2, 4)
-    assert tensors.k_pages.shape == tensors.v_pages.shape == (3, 5, 4 * 2 * 4)
     assert tensors.bytes_per_page == 2 * 3 * 4 * 2 * 4 * 2
     for layer in range(3):
         for page in range(5):
-            for whole, by_page in ((tensors.k, tensors.k_pages), (tensors.v, tensors.v_pages)):
+            for whole, plane in ((tensors.k, layer), (tensors.v, 3 + layer)):
                 slots = whole[layer, page * 4 : (page + 1) * 4].reshape(-1)
-                assert torch.equal(slots.view(torch.int16), by_page[layer, page].view(torch.int16))
+                assert torch.equal(slots.view(torch.int64), tensors.words[plane, page])
     tensors.words[1, 2] = -1
     assert bool((tensors.k[1, 8:12].view(torch.int16) == -1).all())
 
@@ -90,7 +89,6 @@ def test_nan_equals_itself_and_zero_differs_from_minus_zero():
 def test_words_are_the_widest_that_divide_a_page(dtype: str, dim: int, word_bytes: int):
     tensors = KVTensors(KVShape(2, 1, dim, dtype), 3, 1)
     assert tensors.words.element_size() == word_bytes
-    assert tensors.word_type.itemsize == word_bytes
     page = bytes(range(1, tensors.bytes_per_page + 1))
     tensors.write_page(1, page)
     assert tensors.read_pages([0, 1, 2]) == [bytes(len(page)), page, bytes(len(page))]

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpact.cache.copies import cpu as transfer
 from kvpact.cache.copies.cpu import (
     NO_FAULT,
     CpuMover,
@@ -26,6 +25,7 @@ from kvpact.cache.copies.cpu import (
 )
 from kvpact.cache.copies.cuda import CudaMover
 from kvpact.cache.copies.mover import MAX_PARTS
+from kvpact.cache.copies.pages import HostCopier
 from kvpact.cache.memory.content import fill_pages, matches_pages
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.shape import KVShape
@@ -95,34 +95,33 @@ def ok(*tickets: int) -> list[Ending]:
     return [Ending(ticket, True) for ticket in tickets]
 
 
-class Watched(np.ndarray[Any, Any]):
-    """Counts its gathers and scatters, notes the threads, and can be made to fail or to wait."""
+class Watched:
+    """Counts the copies of all movers, notes the threads, and can make them fail or wait."""
 
-    def __array_finalize__(self, _: object) -> None:
-        self.gathers = 0
-        self.scatters = 0
+    def __init__(self) -> None:
+        self.copies = dict.fromkeys(Direction, 0)
         self.threads: list[str] = []
         self.error: Exception | None = None
         self.gate: threading.Event | None = None
 
-    def take(self, *args: Any, **kwargs: Any) -> Any:
-        self.gathers += 1
+    def begins(self, to_device: bool) -> None:
+        self.copies[TO_DEVICE if to_device else TO_HOST] += 1
         self.threads.append(threading.current_thread().name)
         if self.gate is not None:
             self.gate.wait(LONG_S)
         if self.error is not None:
             raise self.error
-        return super().take(*args, **kwargs)
-
-    def __setitem__(self, place: Any, value: Any) -> None:
-        self.scatters += 1
-        super().__setitem__(place, value)
 
 
-def watch(tensors: KVTensors) -> Watched:
-    """The same memory, watched; call before a mover is made."""
-    assert tensors.host_words is not None
-    tensors.host_words = watched = tensors.host_words.view(Watched)
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    watched, copy = Watched(), HostCopier.copy
+
+    def watched_copy(self: HostCopier, to_device: bool, source: Any, target: Any) -> None:
+        watched.begins(to_device)
+        copy(self, to_device, source, target)
+
+    monkeypatch.setattr(HostCopier, "copy", watched_copy)
     return watched
 
 
@@ -149,26 +148,20 @@ def test_bytes_move_both_ways_and_nothing_else_changes(
 @pytest.mark.parametrize("num_parts", [1, 2, 7])
 @pytest.mark.parametrize("kind", [CpuMover, DeferredMover])
 @pytest.mark.parametrize("direction", Direction)
-def test_a_submit_is_one_gather_and_one_scatter(
-    kind: type[AnyMover], num_parts: int, direction: Direction
+def test_a_submit_is_one_copy_however_many_parts(
+    kind: type[AnyMover], num_parts: int, direction: Direction, watched: Watched
 ):
-    device, host = make_tiers()
-    watched = {TO_HOST: watch(device), TO_DEVICE: watch(host)}
-    source, target = watched[direction], watched[Direction(1 - direction)]
-    mover = kind(device, host)
+    mover = kind(*make_tiers())
     parts = [
         Part(i, [3 * i, 3 * i + 1, 3 * i + 2], [3 * i + 2, 3 * i, 3 * i + 1]) for i in range(7)
     ]
-    mover.submit(direction, parts[:num_parts])
-    assert ended(mover) == ok(*range(num_parts))
-    assert (source.gathers, source.scatters) == (1, 0)
-    assert (target.gathers, target.scatters) == (0, 1)
-    assert mover.submitted == {direction: 1, Direction(1 - direction): 0}
-    mover.submit(direction, parts[:num_parts])
-    assert ended(mover) == ok(*range(num_parts))
-    assert (source.gathers, target.scatters, mover.submitted[direction]) == (2, 2, 2)
+    for number in (1, 2):
+        mover.submit(direction, parts[:num_parts])
+        assert ended(mover) == ok(*range(num_parts))
+        assert watched.copies == mover.submitted
+        assert mover.submitted == {direction: number, Direction(1 - direction): 0}
     main = threading.current_thread().name
-    assert (main in source.threads) == (kind is DeferredMover), "who copied?"
+    assert (main in watched.threads) == (kind is DeferredMover), "who copied?"
     mover.close(LONG_S)
 
 
@@ -179,21 +172,6 @@ def test_nothing_submitted_is_nothing_done(make: MakeMover):
     assert ended(mover) == []
     mover.submit(TO_HOST, [Part(1, [], [])])
     assert ended(mover) == ok(1), "a side pool may need no page of a node"
-
-
-def test_a_large_copy_keeps_no_large_buffer(
-    monkeypatch: pytest.MonkeyPatch, tiers: tuple[KVTensors, KVTensors]
-):
-    device, host = tiers
-    monkeypatch.setattr(transfer, "MAX_STAGING_BYTES", 8 * device.bytes_per_page)
-    mover = DeferredMover(device, host)
-    for num_pages in (2, 20, 8, 3):
-        pages = list(range(num_pages))
-        mover.submit(TO_HOST, [Part(0, pages, pages)])
-        assert ended(mover) == ok(0)
-        assert all(matches_pages(host, pages, [100 + page for page in pages], 0))
-        kept = mover._copier._buffer.nbytes
-        assert kept <= 8 * device.bytes_per_page
 
 
 # ----------------------------------------------------------------------------------- endings
@@ -212,9 +190,8 @@ def test_endings_come_in_the_order_of_submission(make: MakeMover):
 
 
 def test_a_copy_that_raises_fails_its_parts_and_the_next_one_works(
-    make: MakeMover, tiers: tuple[KVTensors, KVTensors]
+    make: MakeMover, watched: Watched
 ):
-    watched = watch(tiers[0])
     mover = make()
     watched.error = RuntimeError("bus error")
     mover.submit(TO_HOST, [Part(1, [0], [0]), Part(2, [1], [1])])
@@ -354,14 +331,13 @@ def test_a_corrupt_part_says_ok_with_every_byte_wrong(
     assert matches_pages(device, [1], [201], 0) == [True]
 
 
-def test_parts_withheld_alike_are_one_copy(tiers: tuple[KVTensors, KVTensors]):
-    source = watch(tiers[0])
+def test_parts_withheld_alike_are_one_copy(tiers: tuple[KVTensors, KVTensors], watched: Watched):
     mover = DeferredMover(*tiers, plan_part=planned({i: PartPlan(1) for i in (1, 3, 5)}))
     mover.submit(TO_HOST, [Part(i, [i], [i]) for i in range(6)])
     assert ended(mover) == ok(0, 2, 4)
-    assert source.gathers == 1
+    assert watched.copies[TO_HOST] == 1
     assert ended(mover) == ok(1, 3, 5)
-    assert source.gathers == 2
+    assert watched.copies[TO_HOST] == 2
 
 
 plans = st.builds(PartPlan, st.sampled_from([0, 0, 0, 1, 2, None]), st.booleans(), st.booleans())
@@ -482,9 +458,10 @@ def test_wait_layer_does_not_wait_for_what_only_a_collect_can_end(make: MakeMove
     assert ended(mover) == ok(1, 2, 4)
 
 
-def test_every_wait_is_bounded_while_a_copy_is_stuck(tiers: tuple[KVTensors, KVTensors]):
-    source = watch(tiers[1])
-    source.gate = gate = threading.Event()
+def test_every_wait_is_bounded_while_a_copy_is_stuck(
+    tiers: tuple[KVTensors, KVTensors], watched: Watched
+):
+    watched.gate = gate = threading.Event()
     mover = CpuMover(*tiers)
     mover.submit(TO_DEVICE, [Part(1, [0], [0])])
     assert not mover.wait_layer(0, 0.02)

@@ -31,8 +31,8 @@ from kvpact.cache.copies.mover import (
     PartPlan,
     PlanPart,
 )
-from kvpact.cache.memory.tensors import KVTensors, PageWords
-from kvpact.consensus.core.errors import Misuse
+from kvpact.cache.copies.pages import HostCopier
+from kvpact.cache.memory.paged import PagedMemory
 
 __all__ = [
     "NO_FAULT",
@@ -48,41 +48,23 @@ __all__ = [
     "ThreadMover",
 ]
 
-MAX_STAGING_BYTES = 64 << 20
-"""Larger merged copies get a buffer of their own, so that no mover keeps more than this."""
-
 
 class _Copier:
-    """Copies between two host tensors, through a staging buffer that it keeps. One thread each."""
+    """Carries out batches between two host memories. One thread each."""
 
-    __slots__ = ("_buffer", "_ends")
+    __slots__ = ("_copier", "_ends")
 
-    def __init__(self, device: KVTensors, host: KVTensors) -> None:
-        if device.host_words is None or host.host_words is None:
-            raise Misuse("this mover copies between CPU tensors: use CudaMover for a CUDA device")
-        self._ends = ((device.host_words, host.host_words), (host.host_words, device.host_words))
-        self._buffer: PageWords = np.empty(0, dtype=device.word_type)
+    def __init__(self, device: PagedMemory, host: PagedMemory) -> None:
+        self._copier = HostCopier(device, host)
+        self._ends = {Direction.TO_HOST: host, Direction.TO_DEVICE: device}
 
     def copy(self, batch: Batch, invert: bool = False) -> None:
-        """One gather, one scatter. ``invert`` writes wrong bytes: the complement of every bit."""
-        source, target = self._ends[batch.direction]
-        source_pages, target_pages = batch.pages()
-        staged = self._staging(source.shape[0], len(source_pages), source.shape[2])
-        # Pages were checked by submit; "clip" spares numpy a second buffer.
-        source.take(source_pages, 1, staged, "clip")
+        """One merged copy. ``invert`` writes wrong bytes: the complement of every bit."""
+        source, target = batch.pages()
+        self._copier.copy(batch.direction is Direction.TO_DEVICE, source, target)
         if invert:
-            np.invert(staged, out=staged)
-        target[:, target_pages] = staged
-
-    def _staging(self, num_planes: int, num_pages: int, page_words: int) -> PageWords:
-        size = num_planes * num_pages * page_words
-        buffer = self._buffer
-        if size > buffer.size:
-            # Powers of two: a few growths, then fresh memory is never paid for again.
-            buffer = np.empty(1 << (size - 1).bit_length(), dtype=buffer.dtype)
-            if buffer.nbytes <= MAX_STAGING_BYTES:
-                self._buffer = buffer
-        return buffer[:size].reshape(num_planes, num_pages, page_words)
+            memory, pages = self._ends[batch.direction], target.tolist()
+            memory.scatter(pages, np.invert(memory.gather(pages)))
 
 
 class DeferredMover(MoverBase):
@@ -92,8 +74,8 @@ class DeferredMover(MoverBase):
 
     def __init__(
         self,
-        device: KVTensors,
-        host: KVTensors,
+        device: PagedMemory,
+        host: PagedMemory,
         *,
         plan_part: PlanPart | None = None,
         max_parts: int = MAX_PARTS,
@@ -147,8 +129,8 @@ class ThreadMover(MoverBase):
 
     def __init__(
         self,
-        device: KVTensors,
-        host: KVTensors,
+        device: PagedMemory,
+        host: PagedMemory,
         *,
         plan_part: PlanPart | None = None,
         max_parts: int = MAX_PARTS,
@@ -230,8 +212,8 @@ class CpuMover(ThreadMover):
 
     def __init__(
         self,
-        device: KVTensors,
-        host: KVTensors,
+        device: PagedMemory,
+        host: PagedMemory,
         *,
         plan_part: PlanPart | None = None,
         max_parts: int = MAX_PARTS,

@@ -22,7 +22,7 @@ import torch
 
 from kvpact.cache.copies.cpu import Lane, ThreadMover
 from kvpact.cache.copies.mover import MAX_PARTS, Batch, Direction, Part, PlanPart
-from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.memory.paged import PagedMemory
 from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["CudaMover"]
@@ -40,8 +40,8 @@ class CudaMover(ThreadMover):
 
     def __init__(
         self,
-        device: KVTensors,
-        host: KVTensors,
+        device: PagedMemory,
+        host: PagedMemory,
         *,
         forward_stream: torch.cuda.Stream | None = None,
         plan_part: PlanPart | None = None,
@@ -49,13 +49,13 @@ class CudaMover(ThreadMover):
     ) -> None:
         if not torch.cuda.is_available():
             raise Misuse("CudaMover needs CUDA, which is not available: use CpuMover")
-        if device.device.type != "cuda" or host.host_words is None:
+        if device.device.type != "cuda" or host.host_groups is None:
             raise Misuse(
                 "CudaMover copies between 'cuda' and 'cpu' tensors, not between"
                 f" {str(device.device)!r} and {str(host.device)!r}"
             )
         super().__init__(device, host, plan_part=plan_part, max_parts=max_parts)
-        self._host_words = host.host_words
+        self._host_groups = host.host_groups
         self._forward_stream = forward_stream
         self._launches: deque[tuple[int, Any]] = deque(maxlen=MAX_LAUNCHES)
         self._streams: dict[Direction, Any] = {}
@@ -108,45 +108,52 @@ class CudaMover(ThreadMover):
 
     def _copy_to_host(self, batch: Batch, invert: bool) -> None:
         stream = self._streams[Direction.TO_HOST]
-        words = self.device.words
         source, target = batch.pages()
         index = self._index(source)
+        staged: list[torch.Tensor] = []
         with torch.cuda.stream(stream):
             if batch.fence is not None:
                 stream.wait_event(batch.fence)
-            gathered = words.index_select(1, index.to(words.device, non_blocking=True))
-            staged = torch.empty(gathered.shape, dtype=words.dtype, pin_memory=True)
-            staged.copy_(gathered, non_blocking=True)
+            places = index.to(self.device.device, non_blocking=True)
+            for words in self.device.groups:
+                gathered = words.index_select(1, places)
+                staged.append(torch.empty(gathered.shape, dtype=words.dtype, pin_memory=True))
+                staged[-1].copy_(gathered, non_blocking=True)
         stream.synchronize()
-        found = staged.numpy()
-        self._host_words[:, target] = np.invert(found) if invert else found
+        for group, pages in zip(self._host_groups, staged, strict=True):
+            found = pages.numpy()
+            group[:, target] = np.invert(found) if invert else found
 
     def _copy_to_device(self, batch: Batch, invert: bool) -> None:
         stream = self._streams[Direction.TO_DEVICE]
-        words = self.device.words
         source, target = batch.pages()
-        size = (words.shape[0], len(source), words.shape[2])
-        staged = torch.empty(size, dtype=words.dtype, pin_memory=True)
-        self._host_words.take(source, 1, staged.numpy(), "clip")
-        if invert:
-            torch.bitwise_not(staged, out=staged)
-        num_layers = self.device.shape.layers
+        staged = [self._staged(number, source, invert) for number in range(len(self._host_groups))]
         events: list[Any] = []
         index = self._index(target)
         with torch.cuda.stream(stream):
             if batch.fence is not None:
                 stream.wait_event(batch.fence)
-            places = index.to(words.device, non_blocking=True)
-            for layer in range(num_layers):
-                for plane in (layer, num_layers + layer):
-                    pages = staged[plane].to(words.device, non_blocking=True)
-                    words[plane].index_copy_(0, places, pages)
+            places = index.to(self.device.device, non_blocking=True)
+            for planes in self.device.layer_planes:
+                for group, plane in planes:
+                    pages = staged[group][plane].to(self.device.device, non_blocking=True)
+                    self.device.groups[group][plane].index_copy_(0, places, pages)
                 event = torch.cuda.Event()
                 event.record(stream)
                 events.append(event)
         if not invert:
             self._mailbox.put((batch, events))
         stream.synchronize()
+
+    def _staged(self, number: int, source: Any, invert: bool) -> torch.Tensor:
+        """Host pages of one group in page-locked memory, from which the device copies."""
+        planes, _, words = self.device.groups[number].shape
+        dtype = self.device.groups[number].dtype
+        staged = torch.empty((planes, len(source), words), dtype=dtype, pin_memory=True)
+        staged.numpy()[:] = self._host_groups[number][:, source]
+        if invert:
+            torch.bitwise_not(staged, out=staged)
+        return staged
 
     def _index(self, pages: Any) -> torch.Tensor:
         # Page-locked: from ordinary memory the copy would make the thread wait for the fence.

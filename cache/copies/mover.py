@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.memory.paged import PagedMemory
 from kvpact.consensus.core.errors import InternalError, Misuse, ResourceError
 
 __all__ = [
@@ -95,11 +95,11 @@ PlanPart = Callable[[Direction, Part], PartPlan]
 
 
 class Mover(Protocol):
-    """Copies pages between two `KVTensors`; see the module for what it promises."""
+    """Copies pages between two `PagedMemory`; see the module for what it promises."""
 
     plan_part: PlanPart | None
-    device: KVTensors
-    host: KVTensors
+    device: PagedMemory
+    host: PagedMemory
     submitted: dict[Direction, int]
     """Merged copies handed in so far: one per `submit` with at least one part."""
 
@@ -201,17 +201,14 @@ class MoverBase:
 
     def __init__(
         self,
-        device: KVTensors,
-        host: KVTensors,
+        device: PagedMemory,
+        host: PagedMemory,
         *,
         plan_part: PlanPart | None = None,
         max_parts: int = MAX_PARTS,
     ) -> None:
-        if device.shape != host.shape or device.page_size != host.page_size:
-            raise Misuse(
-                f"the tiers differ: device {device.shape} x {device.page_size} tokens,"
-                f" host {host.shape} x {host.page_size}"
-            )
+        if device.layout != host.layout or device.page_size != host.page_size:
+            raise Misuse(f"the tiers differ: device {device.describe()}, host {host.describe()}")
         self.plan_part = plan_part
         self.submitted = dict.fromkeys(Direction, 0)
         self.device = device
@@ -365,8 +362,9 @@ class MoverBase:
         return len(ready) == len(loads)
 
     def _require_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.device.shape.layers:
-            raise Misuse(f"layer {layer} does not exist: there are {self.device.shape.layers}")
+        num_layers = len(self.device.layer_planes)
+        if not 0 <= layer < num_layers:
+            raise Misuse(f"layer {layer} does not exist: there are {num_layers}")
 
     def _require_sound(self, direction: Direction, parts: Sequence[Part]) -> None:
         if self._closed:

@@ -4,16 +4,13 @@ A page's *hash* is chained over the pages of its prefix: it names the tokens up 
 the page, and the namespace. The bytes of a page follow from (hash, rank, K or V, layer, place),
 so a page that holds another prefix's, another rank's, another layer's bytes does not match.
 
-The pattern is an arithmetic sequence of 64-bit words::
+The pattern is an arithmetic sequence of 64-bit words over the page, plane after plane::
 
     word[j] = base + j * STEP  (mod 2**64)      base = mix(page_hash, rank)
-    j = plane * words per plane + place
 
-``mix`` is a bijection of the hash, so with pages of 8 bytes or more in each plane (4 tokens x
-1 head x 1 dim x 2 bytes is exactly that) two different hashes of a rank differ in *every* word,
-for certain; smaller planes hold the low bytes of one word, and two hashes agree in all planes
-with a probability of about ``2**-(8 * bytes in a plane)``. The odd STEP makes all words of
-a page differ from each other, so layers and K and V cannot be swapped unnoticed.
+``mix`` is a bijection of the hash, so two different hashes of a rank differ in *every* word, for
+certain. The odd STEP makes all words of a page differ from each other, so layers and K and V
+cannot be swapped unnoticed.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvpact.cache.memory.paged import PageBytes, PagedMemory
 from kvpact.cache.memory.shape import KVShape
-from kvpact.cache.memory.tensors import KVTensors, PageWords
 from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["expected_page", "fill", "fill_pages", "matches", "matches_pages", "page_hashes"]
@@ -62,62 +59,54 @@ def page_hashes(
     return hashes
 
 
-def fill_pages(tensors: KVTensors, pages: Sequence[int], hashes: Sequence[int], rank: int) -> None:
+def fill_pages(
+    tensors: PagedMemory, pages: Sequence[int], hashes: Sequence[int], rank: int
+) -> None:
     """Overwrite ``pages`` with the contents that belong to ``hashes``, page by page, on ``rank``.
 
     Raises `Misuse` where the two differ in length or a page does not exist.
     """
     _require_pairs(pages, hashes)
     if pages:
-        tensors.scatter(pages, _contents(tensors, hashes, rank))
+        tensors.scatter(pages, _pattern(tensors.bytes_per_page, hashes, rank))
 
 
 def matches_pages(
-    tensors: KVTensors, pages: Sequence[int], hashes: Sequence[int], rank: int
+    tensors: PagedMemory, pages: Sequence[int], hashes: Sequence[int], rank: int
 ) -> list[bool]:
     """Page by page: is every byte of every layer, K and V, what ``hashes`` demand on ``rank``?"""
     _require_pairs(pages, hashes)
     if not pages:
         return []
-    equal = tensors.gather(pages) == _contents(tensors, hashes, rank)
-    return [bool(value) for value in equal.all(axis=(0, 2))]
+    equal = tensors.gather(pages) == _pattern(tensors.bytes_per_page, hashes, rank)
+    return [bool(value) for value in equal.all(axis=1)]
 
 
-def fill(tensors: KVTensors, page_index: int, page_hash: int, rank: int) -> None:
+def fill(tensors: PagedMemory, page_index: int, page_hash: int, rank: int) -> None:
     """`fill_pages` for one page."""
     fill_pages(tensors, [page_index], [page_hash], rank)
 
 
-def matches(tensors: KVTensors, page_index: int, page_hash: int, rank: int) -> bool:
+def matches(tensors: PagedMemory, page_index: int, page_hash: int, rank: int) -> bool:
     """`matches_pages` for one page."""
     return matches_pages(tensors, [page_index], [page_hash], rank)[0]
 
 
 def expected_page(shape: KVShape, page_size: int, page_hash: int, rank: int) -> bytes:
-    """The bytes of one page as `KVTensors.read_page` returns them once it is filled."""
-    return _pattern(2 * shape.layers, shape.plane_bytes(page_size), [page_hash], rank).tobytes()
+    """The bytes of one page as `PagedMemory.read_page` returns them once it is filled."""
+    return _pattern(shape.bytes_per_page(page_size), [page_hash], rank).tobytes()
 
 
-def _contents(tensors: KVTensors, hashes: Sequence[int], rank: int) -> PageWords:
-    pattern = _pattern(2 * tensors.shape.layers, tensors.plane_bytes, hashes, rank)
-    if pattern.dtype == np.uint8:
-        pattern = np.ascontiguousarray(pattern)
-    return pattern.view(tensors.word_type).transpose(1, 0, 2)
-
-
-def _pattern(num_planes: int, plane_bytes: int, hashes: Sequence[int], rank: int) -> PageWords:
-    """``[len(hashes), num_planes, ...]``: uint64 words, or bytes where they do not fill a plane."""
-    words = -(-plane_bytes // 8)
+def _pattern(bytes_per_page: int, hashes: Sequence[int], rank: int) -> PageBytes:
+    """``[len(hashes), bytes_per_page]``."""
     base = np.array(hashes, dtype=np.uint64)
     # The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit integers.
     base += np.uint64((rank + 1) * _RANK_STEP & 0xFFFF_FFFF_FFFF_FFFF)
     base = (base ^ (base >> np.uint64(30))) * _MIX_1
     base = (base ^ (base >> np.uint64(27))) * _MIX_2
     base ^= base >> np.uint64(31)
-    pattern = (base[:, None] + _steps(num_planes * words)).reshape(len(hashes), num_planes, words)
-    if plane_bytes % 8 == 0:
-        return pattern
-    return pattern.astype("<u8", copy=False).view(np.uint8)[..., :plane_bytes]
+    pattern = base[:, None] + _steps(-(-bytes_per_page // 8))
+    return pattern.astype("<u8", copy=False).view(np.uint8)[:, :bytes_per_page]
 
 
 @functools.lru_cache(maxsize=4)
