@@ -116,6 +116,7 @@ class HierarchicalCache:
         )
         core.admission.capacity_pages = usable[Tier.DEVICE.value]
         self._carryover = Carryover(core)
+        self._num_layers = len(mover.device.layer_planes)
         self._num_resets = self._num_ordered = 0
         self._device_pages = usable[Tier.DEVICE.value]
         self.core.manager.begin_epoch(0, {**usable, STORAGE: core.usable(STORAGE)})
@@ -322,7 +323,7 @@ class HierarchicalCache:
 
         Loads of an earlier epoch are waited for as they were: they are never taken for newer ones.
         """
-        layer = as_count("layer", layer, most=self.config.kv_shape.layers - 1)
+        layer = as_count("layer", layer, most=self._num_layers - 1)
         timeout_s = as_seconds("timeout_s", timeout_s)
         loads = as_counts("loads", loads)
         return not loads or self.core.tiers.copier.mover.wait_layer(layer, timeout_s, loads)
@@ -587,9 +588,15 @@ class HierarchicalCache:
         audit(self.core)
 
     def tensors(self, tier: Tier) -> KVTensors:
-        """K and V of this rank's pages in ``tier``: what the engine's kernels read and write."""
+        """K and V of this rank's pages in ``tier``: what the engine's kernels read and write.
+
+        Raises :class:`Misuse` where the device tier is in tensors of the engine's.
+        """
         mover = self.core.tiers.copier.mover
-        return mover.device if as_tier(tier) is Tier.DEVICE else mover.host
+        memory = mover.device if as_tier(tier) is Tier.DEVICE else mover.host
+        if not isinstance(memory, KVTensors):
+            raise Misuse(f"the engine has the tensors of its pages itself: {memory.described}")
+        return memory
 
     def close(self) -> None:
         """Leave the replica; end copies, group and journal. Bounded; may be called again."""

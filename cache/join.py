@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from kvpact.cache.copies.mover import Mover
 from kvpact.cache.copies.side_pools import SidePool
 from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.hierarchical_cache import HierarchicalCache, config_facts, schema_of
+from kvpact.cache.memory.engine_tensors import EngineTensors, host_pages_for
 from kvpact.cache.memory.page_pool import PagePool
+from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.storage import BackendBase, Identity, PageKeys, StorageWorkers
 from kvpact.cache.tree.node import Tier
@@ -46,6 +48,7 @@ def join_cache(
     rank: int,
     ranks: Sequence[int],
     device: torch.device | str = "cpu",
+    device_tensors: EngineTensors | None = None,
     forward_stream: torch.cuda.Stream | None = None,
     open_storage: Callable[[Identity], BackendBase] | None = None,
     model: str = "",
@@ -61,8 +64,10 @@ def join_cache(
     TCPStore of torch, as torchrun's agent has one at MASTER_ADDR:MASTER_PORT). ``ranks`` are all
     ranks of the replica; where several replicas share a store, each has a ``name`` of its own. An
     earlier run of that name in this store does not matter. K and V of the device tier live on
-    ``device``; with CUDA the host tier is page-locked and copies wait for ``forward_stream``, by
-    default the stream that is current on the calling thread. The journal is written to
+    ``device``, in tensors of ``config.kv_shape``; or they are ``device_tensors``, an engine's own,
+    and ``device`` and ``kv_shape`` say nothing. With CUDA the host tier is page-locked and copies
+    wait for ``forward_stream``, by default the stream that is current on the calling thread. The
+    journal is written to
     ``journal_path`` where one is given.
 
     With ``open_storage`` there is a storage tier: it is called with whose pages they are (``model``
@@ -88,7 +93,11 @@ def join_cache(
     _check_side(config, side)
     with ExitStack() as parts:
         # What can fail on this rank alone comes before the others hear of it.
-        tensors = make_tensors(config, device)
+        tensors: Mapping[Tier, PagedMemory] = (
+            make_tensors(config, device)
+            if device_tensors is None
+            else tiers_of(config, device_tensors)
+        )
         mover = make_mover(tensors[Tier.DEVICE], tensors[Tier.HOST], forward_stream)
         parts.callback(mover.close)
         journal = Journal(rank, path=journal_path)
@@ -96,7 +105,8 @@ def join_cache(
         pools = make_pools(config)
         storage: StorageIo | None = None
         if open_storage is not None:
-            identity = _identity(config, model, ranks.index(rank), len(ranks))
+            layout = tensors[Tier.HOST].described
+            identity = _identity(config, model, layout, ranks.index(rank), len(ranks))
             backend = open_storage(identity)
             parts.callback(backend.close)
             workers = StorageWorkers(backend)
@@ -199,8 +209,26 @@ def make_tensors(config: CacheConfig, device: torch.device | str = "cpu") -> dic
     }
 
 
+def tiers_of(config: CacheConfig, device_tensors: EngineTensors) -> dict[Tier, PagedMemory]:
+    """The engine's tensors, and a host tier for their pages.
+
+    Raises as :func:`make_tensors`, and :class:`Misuse` where they do not fit the configuration.
+    """
+    if (
+        device_tensors.page_size != config.page_size
+        or device_tensors.num_pages < config.device_pages
+    ):
+        raise Misuse(
+            f"device_tensors have {device_tensors.num_pages} pages of {device_tensors.page_size}"
+            f" tokens, the configuration wants {config.device_pages} of {config.page_size}"
+        )
+    is_cuda = device_tensors.device.type == "cuda"
+    host = host_pages_for(device_tensors, config.host_pages, pin_memory=is_cuda)
+    return {Tier.DEVICE: device_tensors, Tier.HOST: host}
+
+
 def make_mover(
-    device: KVTensors, host: KVTensors, forward_stream: torch.cuda.Stream | None = None
+    device: PagedMemory, host: PagedMemory, forward_stream: torch.cuda.Stream | None = None
 ) -> Mover:
     """Copies on side streams where the device tier is on CUDA, else on a thread."""
     if device.device.type == "cuda":
@@ -212,12 +240,11 @@ def _num_pages(config: CacheConfig) -> dict[Tier, int]:
     return {Tier.DEVICE: config.device_pages, Tier.HOST: config.host_pages}
 
 
-def _identity(config: CacheConfig, model: str, place: int, num_ranks: int) -> Identity:
+def _identity(config: CacheConfig, model: str, layout: str, place: int, num_ranks: int) -> Identity:
     """Whose pages the storage holds: nothing of another model, layout or rank fits."""
-    shape = config.kv_shape
     return Identity(
         model=model,
-        layout=f"{shape.layers}x{shape.heads}x{shape.dim} {shape.dtype}",
+        layout=layout,
         page_size=config.page_size,
         rank=place,
         tp=num_ranks,

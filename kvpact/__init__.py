@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvpact.cache.copies.side_pools import SidePool
     from kvpact.cache.hierarchical_cache import HierarchicalCache, InsertResult, Match, StepResult
     from kvpact.cache.join import join_cache
+    from kvpact.cache.memory.engine_tensors import EngineTensors, TensorView
     from kvpact.cache.memory.shape import KVShape
     from kvpact.cache.memory.tensors import KVTensors
     from kvpact.cache.metrics import CacheMetrics, metrics
@@ -48,6 +49,7 @@ __all__ = [
     "CacheEvent",
     "CacheMetrics",
     "Divergence",
+    "EngineTensors",
     "HierarchicalCache",
     "InsertResult",
     "InternalError",
@@ -69,6 +71,7 @@ __all__ = [
     "StepResult",
     "StoreForged",
     "StoreSilent",
+    "TensorView",
     "Ticket",
     "TicketState",
     "Tier",
@@ -86,6 +89,7 @@ _HOMES = {
     "kvpact.cache.copies.side_pools": ("SidePool",),
     "kvpact.cache.hierarchical_cache": ("HierarchicalCache", "InsertResult", "Match", "StepResult"),
     "kvpact.cache.join": ("join_cache",),
+    "kvpact.cache.memory.engine_tensors": ("EngineTensors", "TensorView"),
     "kvpact.cache.memory.shape": ("KVShape",),
     "kvpact.cache.memory.tensors": ("KVTensors",),
     "kvpact.cache.metrics": ("CacheMetrics", "metrics"),

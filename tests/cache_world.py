@@ -23,8 +23,8 @@ from kvpact.cache.hierarchical_cache import (
     schema_of,
 )
 from kvpact.cache.memory.content import expected_page, fill_pages, page_hashes
+from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.memory.shape import KVShape
-from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.storage import DeferredWorkers
 from kvpact.cache.storage.memory import MemoryBackend
@@ -384,5 +384,5 @@ def _side_pools(name: str, device: int, host: int, board: FaultBoard) -> dict[Ti
     }
 
 
-def _deferred(device: KVTensors, host: KVTensors, plan: PlanPart | None) -> DeferredMover:
+def _deferred(device: PagedMemory, host: PagedMemory, plan: PlanPart | None) -> DeferredMover:
     return DeferredMover(device, host, plan_part=plan)

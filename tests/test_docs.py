@@ -85,6 +85,14 @@ def test_the_report_can_be_recounted_from_any_journal(host_pages: str, tmp_path:
         assert counted == {name: report[name] for name in counted}
 
 
+def test_the_layouts_of_three_engines_print_what_stands_there(tmp_path: Path) -> None:
+    (layouts,) = re.findall(r"^```python layouts.py\n(.*?)^```$", ENGINES, re.MULTILINE | re.DOTALL)
+    (tmp_path / "layouts.py").write_text(layouts)
+    printed = run("layouts.py", cwd=tmp_path)
+    said = ENGINES.partition(layouts)[2].partition("It prints:\n\n")[2].partition("\n\n")[0]
+    assert printed.splitlines() == [line.strip() for line in said.splitlines()]
+
+
 def test_every_call_of_the_facade_is_listed() -> None:
     table = ENGINES.partition("| call | returns | moment |")[2].partition("\n\n")[0]
     listed = set(

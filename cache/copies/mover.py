@@ -208,7 +208,10 @@ class MoverBase:
         max_parts: int = MAX_PARTS,
     ) -> None:
         if device.layout != host.layout or device.page_size != host.page_size:
-            raise Misuse(f"the tiers differ: device {device.describe()}, host {host.describe()}")
+            raise Misuse(
+                f"the tiers differ: device {device.described} x {device.page_size} tokens,"
+                f" host {host.described} x {host.page_size}"
+            )
         self.plan_part = plan_part
         self.submitted = dict.fromkeys(Direction, 0)
         self.device = device

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvpact.cache.memory.page_pool import PagePool
-from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.storage.checksum import SealedPage, seal
 from kvpact.cache.storage.keys import PageKeys
 from kvpact.cache.storage.requests import Kind, StorageEnding, StorageRequest, Workers
@@ -24,7 +24,7 @@ class StorageIo:
     """One per rank. ``on_end(leading)`` of a request is called in :meth:`collect` only."""
 
     def __init__(
-        self, workers: Workers, keys: PageKeys, pool: PagePool, tensors: KVTensors
+        self, workers: Workers, keys: PageKeys, pool: PagePool, tensors: PagedMemory
     ) -> None:
         self.workers = workers
         self.keys = keys

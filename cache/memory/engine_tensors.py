@@ -84,8 +84,9 @@ class EngineTensors(PagedMemory):
         super().__init__(
             [_as_words(rows) for rows in groups],
             layer_planes,
-            num_pages=groups[0].tensor.shape[1],
+            num_pages=int(groups[0].tensor.shape[1]),
             page_size=page_size,
+            described=_described(layers),
         )
 
 
@@ -112,7 +113,28 @@ def host_pages_for(device: PagedMemory, num_pages: int, pin_memory: bool = False
         shape = (planes, num_pages, row_bytes // size)
         words = memory.view(group.dtype)
         groups.append(words.as_strided(shape, strides, start // size))
-    return PagedMemory(groups, device.layer_planes, num_pages=num_pages, page_size=device.page_size)
+    return PagedMemory(
+        groups,
+        device.layer_planes,
+        num_pages=num_pages,
+        page_size=device.page_size,
+        described=device.described,
+    )
+
+
+def _described(layers: Sequence[Sequence[TensorView]]) -> str:
+    """Shapes and types of all layers, without how many pages there are; equal neighbours once."""
+    texts: list[str] = []
+    for views in layers:
+        tensors: list[str] = []
+        for view in views:
+            shape, _ = _sizes(view.tensor)
+            dim = view.tokens if view.pages is None else view.pages
+            kind = "tokens" if view.pages is None else "pages"
+            sizes = [kind if at == dim else str(size) for at, size in enumerate(shape)]
+            tensors.append(f"{str(view.tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
+        texts.append(" ".join(tensors))
+    return ", ".join(f"{len(list(same))} x {text}" for text, same in itertools.groupby(texts))
 
 
 def _padded(planes: int, row_bytes: int) -> int:

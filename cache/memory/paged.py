@@ -49,7 +49,8 @@ class PagedMemory:
     """``num_pages`` pages of ``page_size`` tokens in ``groups``, all on one device.
 
     ``layer_planes`` names the planes of each layer, in the order in which a forward pass reads
-    them. Base of :class:`~kvpact.cache.memory.tensors.KVTensors` (kvpact's own) and
+    them. ``described`` says in words what lies in a page: of what is stored under another text,
+    nothing fits here. Base of :class:`~kvpact.cache.memory.tensors.KVTensors` (kvpact's own) and
     :class:`~kvpact.cache.memory.engine_tensors.EngineTensors` (an engine's).
     """
 
@@ -60,7 +61,9 @@ class PagedMemory:
         *,
         num_pages: int,
         page_size: int,
+        described: str,
     ) -> None:
+        self.described = described
         self.groups = tuple(groups)
         self.layer_planes = tuple(tuple(planes) for planes in layer_planes)
         self.num_pages = num_pages
@@ -76,11 +79,6 @@ class PagedMemory:
         self.host_groups: tuple[PageWords, ...] | None = (
             tuple(group.numpy() for group in self.groups) if self.device.type == "cpu" else None
         )
-
-    def describe(self) -> str:
-        """What a page is, in words: pages of memories with another text do not fit here."""
-        rows = ", ".join(f"{planes} x {row_bytes} bytes" for planes, row_bytes in self.layout)
-        return f"{self.page_size} tokens in {rows}"
 
     def gather(self, pages: Sequence[int]) -> PageBytes:
         """Copy pages out: ``[len(pages), bytes_per_page]``. From CUDA this waits."""
@@ -143,7 +141,10 @@ class PagedMemory:
     ) -> list[bool]:
         """`same_page` pair by pair; `Misuse` where the two are not made alike."""
         if self.layout != other.layout or self.page_size != other.page_size:
-            raise Misuse(f"cannot compare pages of {self.describe()} with {other.describe()}")
+            raise Misuse(
+                f"cannot compare pages of {self.described} x {self.page_size} tokens with"
+                f" {other.described} x {other.page_size}"
+            )
         if len(pages) != len(other_pages):
             raise Misuse(f"cannot compare {len(pages)} pages with {len(other_pages)}")
         equal = (self.gather(pages) == other.gather(other_pages)).all(axis=1)

@@ -63,4 +63,5 @@ class KVTensors(PagedMemory):
             [((0, layer), (0, layers + layer)) for layer in range(layers)],
             num_pages=num_pages,
             page_size=page_size,
+            described=f"{layers}x{shape.heads}x{shape.dim} {shape.dtype}",
         )

@@ -12,6 +12,7 @@ from kvpact.cache.hierarchical_cache import HierarchicalCache
 from kvpact.cache.join import make_tensors
 from kvpact.cache.memory.content import fill_pages
 from kvpact.cache.memory.page_pool import PagePool
+from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.storage import BackendBase, Identity, PageKeys, Workers
 from kvpact.cache.tree.node import Node, Tier
@@ -25,7 +26,7 @@ from kvpact.harness.verify.agreement import by_weights, hashes_of, wrong_bytes
 
 __all__ = ["MakeMover", "Rank", "identity_of"]
 
-MakeMover = Callable[[KVTensors, KVTensors, PlanPart | None], Mover]
+MakeMover = Callable[[PagedMemory, PagedMemory, PlanPart | None], Mover]
 
 
 class Rank:

@@ -9,7 +9,7 @@ from kvpact.cache.config import schema_of
 from kvpact.cache.copies.mover import Mover, PlanPart
 from kvpact.cache.join import join_replica, make_mover
 from kvpact.cache.memory.page_pool import PagePool
-from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.storage import BackendBase, StorageWorkers, open_backend
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.membership import Membership
@@ -121,7 +121,7 @@ def join(
     return Joined(rank, process_faults, coverage, membership.store)
 
 
-def _make_mover(device: KVTensors, host: KVTensors, plan: PlanPart | None) -> Mover:
+def _make_mover(device: PagedMemory, host: PagedMemory, plan: PlanPart | None) -> Mover:
     mover = make_mover(device, host)
     mover.plan_part = plan
     return mover

@@ -13,7 +13,7 @@ import xxhash
 
 from kvpact.cache.hierarchical_cache import HierarchicalCache
 from kvpact.cache.memory.content import matches_pages, page_hashes
-from kvpact.cache.memory.tensors import KVTensors
+from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.tree.node import Node, Residency, Tier
 
 __all__ = ["Snapshot", "compare", "hashes_of", "snapshot", "tree_lines", "wrong_bytes"]
@@ -133,9 +133,9 @@ def hashes_of(cache: HierarchicalCache, node: Node) -> list[int]:
 
 def wrong_bytes(
     cache: HierarchicalCache,
-    tensors: Mapping[Tier, KVTensors],
+    tensors: Mapping[Tier, PagedMemory],
     nodes: Iterable[Node] | None = None,
-    side: Mapping[str, Mapping[Tier, KVTensors]] | None = None,
+    side: Mapping[str, Mapping[Tier, PagedMemory]] | None = None,
 ) -> list[str]:
     """Resident pages whose bytes are not what was computed for their prefix on this rank."""
     known: dict[int, Sequence[int]] = {}
