@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +12,10 @@ import torch
 from kvpact.cache.copies.cpu import Direction, Ending, Part, PartPlan
 from kvpact.cache.copies.cuda import MAX_LAUNCHES, CudaMover
 from kvpact.cache.memory.content import fill_pages, matches_pages
+from kvpact.cache.memory.engine_tensors import host_pages_for
 from kvpact.cache.memory.shape import KVShape
 from kvpact.cache.memory.tensors import KVTensors
+from tests.engine_layouts import LAYOUTS, Layout
 
 SHAPE = KVShape(layers=3, heads=2, dim=4)
 TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE
@@ -262,3 +264,24 @@ def test_a_withheld_load_is_carried_out_when_due(
     assert mover.wait_layer(0, LONG_S)
     assert matches_pages(mover.device, [1, 2], [201, 202], 0) == [True, False]
     assert ended(mover) == [Ending(1, True), Ending(2, True)]
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_an_engines_own_tensors_are_copied_group_by_group(
+    pretended: PretendedCuda, make: Callable[[int, int], Layout]
+):
+    device = make(8, 4).memory
+    host = host_pages_for(device, 8)
+    fill_pages(device, range(8), range(100, 108), 0)
+    fill_pages(host, range(8), range(200, 208), 0)
+    device.device = torch.device("cuda")
+    mover = CudaMover(device, host)
+    mover.submit(TO_HOST, [Part(1, [3, 0], [5, 6], after=0)])
+    assert ended(mover) == [Ending(1, True)]
+    assert pretended.taken() == ["gather"] * len(device.groups) + ["side is idle"]
+    mover.submit(TO_DEVICE, [Part(2, [5, 1], [7, 2], after=0)])
+    assert ended(mover) == [Ending(2, True)]
+    assert pretended.taken().count("scatter") == sum(map(len, device.layer_planes))
+    device.device = torch.device("cpu")
+    assert all(matches_pages(device, [7, 2, 3], [103, 201, 103], 0))
+    assert mover.close(LONG_S)

@@ -114,7 +114,7 @@ class CudaMover(ThreadMover):
         with torch.cuda.stream(stream):
             if batch.fence is not None:
                 stream.wait_event(batch.fence)
-            places = index.to(self.device.device, non_blocking=True)
+            places = index.to(self.device.groups[0].device, non_blocking=True)
             for words in self.device.groups:
                 gathered = words.index_select(1, places)
                 staged.append(torch.empty(gathered.shape, dtype=words.dtype, pin_memory=True))
@@ -133,10 +133,10 @@ class CudaMover(ThreadMover):
         with torch.cuda.stream(stream):
             if batch.fence is not None:
                 stream.wait_event(batch.fence)
-            places = index.to(self.device.device, non_blocking=True)
+            places = index.to(self.device.groups[0].device, non_blocking=True)
             for planes in self.device.layer_planes:
                 for group, plane in planes:
-                    pages = staged[group][plane].to(self.device.device, non_blocking=True)
+                    pages = staged[group][plane].to(places.device, non_blocking=True)
                     self.device.groups[group][plane].index_copy_(0, places, pages)
                 event = torch.cuda.Event()
                 event.record(stream)
