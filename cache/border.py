@@ -9,9 +9,8 @@ from typing import cast
 
 import numpy as np
 
-from kvpact.cache.paths.insert_voted import Fill
 from kvpact.cache.requests.results import Match
-from kvpact.cache.tree.node import Tier, Tokens
+from kvpact.cache.tree.node import Fill, Tier, Tokens
 from kvpact.consensus.core.border import as_choice, told
 from kvpact.consensus.core.errors import Misuse
 
@@ -44,7 +43,7 @@ def as_match(value: object) -> Match:
 
 
 def as_fill(value: Fill | None) -> Fill | None:
-    """What is to be called with nodes and pages, or nothing."""
+    """What is to be called with nodes, pages and side pages, or nothing."""
     if value is not None and not callable(value):
-        raise Misuse(f"fill must be callable with (nodes, pages), got {told(value)}")
+        raise Misuse(f"fill must be callable with (nodes, pages, side), got {told(value)}")
     return value

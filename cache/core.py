@@ -19,6 +19,7 @@ from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.paths.admission import Admission
 from kvpact.cache.paths.backup import Backup
 from kvpact.cache.paths.buffer_flush import BufferFlush
+from kvpact.cache.paths.completion import Completion, HostCompletion
 from kvpact.cache.paths.engine_pages import EnginePages
 from kvpact.cache.paths.insert_own import OwnInsert
 from kvpact.cache.paths.insert_queue import InsertLine
@@ -96,8 +97,15 @@ class CacheCore:
         self.insertion = Insertion(self.tiers)
         self.backup: WriteThrough | WriteBack | BufferFlush = self._make_backup()
         waiting_max = config.waiting_tickets_max
+        self.host_completion = HostCompletion(self.tiers, waiting_max=waiting_max)
+        self.completion = Completion(self.tiers, self.host_completion, waiting_max=waiting_max)
         self.insert_line = InsertLine(
-            self.tree, self.requests, self.insertion, self.backup, waiting_max=waiting_max
+            self.tree,
+            self.requests,
+            self.insertion,
+            self.backup,
+            self.completion,
+            waiting_max=waiting_max,
         )
         self.load_back = LoadBack(
             self.tiers,
@@ -108,7 +116,9 @@ class CacheCore:
         )
         self.namespaces = Namespaces(self.requests)
         self.lookup = Lookup(self.tiers, self.requests, self.namespaces, journal)
-        self.own_insert = OwnInsert(self.tiers, self.requests, self.load_back, self.backup)
+        self.own_insert = OwnInsert(
+            self.tiers, self.requests, self.load_back, self.backup, self.completion
+        )
         self.staged_loads: StagedLoads | None = None
         if config.mode is Mode.BUFFER_ONLY and self.storage is not None:
             self.staged_loads = StagedLoads(self.tiers, self.storage.prefetch, self.load_back)
@@ -130,9 +140,11 @@ class CacheCore:
             self.engine_pages,
             self.insert_line,
             self.insertion,
+            self.completion if side else None,
             self.load_back,
             self.admission,
             self.backup,
+            self.host_completion if side else None,
             self.storage,
             self.staged_loads,
         )

@@ -29,13 +29,13 @@ from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.core import CacheCore
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.tensors import KVTensors
-from kvpact.cache.paths.insert_voted import Fill, open_loads
+from kvpact.cache.paths.insert_voted import open_loads
 from kvpact.cache.requests.results import InsertResult, Match, StepResult
 from kvpact.cache.requests.table import Request, RequestReport
 from kvpact.cache.requests.ticket import Ticket
 from kvpact.cache.storing.tier import StorageTier
 from kvpact.cache.tree.events import CacheEvent
-from kvpact.cache.tree.node import STORAGE, Tier, Tokens
+from kvpact.cache.tree.node import STORAGE, Fill, SidePages, Tier, Tokens
 from kvpact.consensus.core.ballot import MASK62
 from kvpact.consensus.core.border import (
     as_count,
@@ -294,6 +294,14 @@ class HierarchicalCache:
         held = [] if live.held is None else live.held.path()
         return [page for node in held for page in node.device.pages] + live.private
 
+    def side_pages(self, request: str) -> SidePages:
+        """This rank's device pages in side pools on the path that ``request`` pins.
+
+        By pool, each with its position in the prompt, in pages: where its kernels find the state.
+        """
+        held = self._live(request).held
+        return self.core.tiers.side.on_path([] if held is None else held.path())
+
     def expect_pages(self, num_pages: int) -> None:
         """Keep a headroom of so many pages: what the engine may need within lag + 1 steps.
 
@@ -330,17 +338,22 @@ class HierarchicalCache:
 
     # -- when tokens were computed ---------------------------------------------------------------
 
-    def insert(self, request: str, tokens: Tokens, *, namespace: str = "") -> InsertResult:
+    def insert(
+        self, request: str, tokens: Tokens, *, namespace: str = "", fill: Fill | None = None
+    ) -> InsertResult:
         """Put what the request computed into the tree, out of its own pages; queue its backup.
 
-        Only whole pages enter. Raises :class:`Misuse` where the request has fewer pages, or holds
-        another prefix.
+        Only whole pages enter. With side pools ``fill(nodes, [], side)`` writes the state at the
+        end of ``tokens`` into side pages that are voted in the next steps: keep the state until it
+        was called. Until then, and without ``fill``, no match ends there. Raises :class:`Misuse`
+        where the request has fewer pages, or holds another prefix.
         """
         tokens, inner = as_tokens(tokens), self.core.namespaces.inner(namespace)
+        fill = as_fill(fill)
         live = self._live(request)
         if self.core.namespaces.is_older(live, namespace):
             return InsertResult([], 0, 0)
-        return self.core.own_insert.insert(live, tokens, inner)
+        return self.core.own_insert.insert(live, tokens, inner, fill)
 
     def propose_insert(
         self,
@@ -354,8 +367,9 @@ class HierarchicalCache:
     ) -> bool:
         """Insert tokens whose pages are voted together with their backup in the next step.
 
-        False: refused at once, on every rank. ``fill(nodes, pages)`` writes the bytes as soon as
-        this rank holds the pages. With ``hold`` the path stays pinned until the request ends.
+        False: refused at once, on every rank. ``fill(nodes, pages, side)`` writes the bytes as soon
+        as this rank holds the pages; ``side`` has the side pages of each pool with their positions.
+        With ``hold`` the path stays pinned until the request ends.
         """
         request, inner = as_text("request", request), self.core.namespaces.inner(namespace)
         tokens, fill = as_tokens(tokens), as_fill(fill)
@@ -377,13 +391,18 @@ class HierarchicalCache:
         self.core.engine_pages.free(live, num_pages)
 
     def finish_request(
-        self, request: str, tokens: Tokens | None = None, *, namespace: str = ""
+        self,
+        request: str,
+        tokens: Tokens | None = None,
+        *,
+        namespace: str = "",
+        fill: Fill | None = None,
     ) -> RequestReport:
-        """The request ends well: insert ``tokens``, unpin its path, free what it still owns."""
+        """The request ends well: :meth:`insert`, unpin its path, free what it still owns."""
         live = self._live(request)
         self.core.namespaces.inner(namespace)
         if tokens is not None:
-            self.insert(request, tokens, namespace=namespace)
+            self.insert(request, tokens, namespace=namespace, fill=fill)
         report = self.report(request)
         self.journal.note(
             "finish",

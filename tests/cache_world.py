@@ -256,7 +256,9 @@ class World:
 
     def insert(self, text: str, request: str) -> list[InsertResult]:
         """``insert`` everywhere; the counts must be the same."""
-        results = self.each(lambda cache: cache.insert(request, prompt(text)))
+        results = [
+            rank.cache.insert(request, prompt(text), fill=rank.compute) for rank in self.ranks
+        ]
         assert len({(r.new_pages, r.duplicate_pages, len(r.pages)) for r in results}) == 1
         return results
 

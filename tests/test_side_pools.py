@@ -270,13 +270,6 @@ def test_a_reset_orphans_the_side_pages_of_live_requests() -> None:
     is_empty(world)
 
 
-def test_the_engines_own_pages_cannot_be_inserted() -> None:
-    world = beside((PER_NODE,))
-    world.match("ab", "r")
-    with pytest.raises(Misuse, match="propose_insert"):
-        world.caches[0].insert("r", prompt("ab"))
-
-
 @given(
     st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
     st.lists(st.tuples(st.sampled_from(list(Tier)), st.integers(1, 4)), max_size=2),

@@ -7,7 +7,8 @@ belongs to a page position of its node, so a split divides them without a word t
     window     one at each of the last positions, as far as the window reaches
     per_node   one, at the last position: the state after the node's last token
 
-A prefix can only be used up to where the state of every side pool is there.
+A prefix can only be used up to where the state of every side pool is there: it is *complete*. What
+a prefix needs at its end, and where that is looked for, is said here once, for all paths.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvpact.cache.copies.mover import Mover
 from kvpact.cache.memory.page_pool import PagePool
-from kvpact.cache.tree.node import Carriage, Node, Presence, Tier
+from kvpact.cache.tree.node import Carriage, Node, Presence, SidePages, Tier
 from kvpact.cache.tree.side import SideSpec
 from kvpact.consensus.core.ledger import Ledger
 
@@ -78,7 +79,7 @@ class SidePools:
         return {
             side.spec.pool(carriage.tier): len(carriage.side_wanted[side.spec.name])
             for side in self._pools
-            if carriage.side_wanted[side.spec.name]
+            if carriage.side_wanted.get(side.spec.name)
         }
 
     # -- pages of a carriage ---------------------------------------------------------------------
@@ -131,6 +132,52 @@ class SidePools:
             copies[name] = ([source[position] for position, _ in pairs], [p for _, p in pairs])
         return {name: pair for name, pair in copies.items() if pair[1]}
 
+    def complete(self, carriage: Carriage) -> None:
+        """Give its pages to nodes that lack them; what finds no place stays with ``carriage``."""
+        start = 0
+        for node in carriage.nodes:
+            presence = node.at(carriage.tier)
+            if presence.is_published and presence.carriage is None:
+                for name, pages in carriage.side.items():
+                    there = dict(presence.side.get(name, ()))
+                    mine = [
+                        (position, page)
+                        for position, page in pages
+                        if 0 <= position - start < node.num_pages and position - start not in there
+                    ]
+                    there |= {position - start: page for position, page in mine}
+                    presence.side[name] = sorted(there.items())
+                    carriage.side[name] = [pair for pair in pages if pair not in mine]
+            start += node.num_pages
+
+    # -- what is complete ------------------------------------------------------------------------
+
+    def lacking(self, path: Sequence[Node]) -> dict[str, list[int]]:
+        """By side pool, the positions (from the start of ``path``) that a prefix which ends here
+        needs, and that have no side page on DEVICE, nor one on its way."""
+        found: dict[str, list[int]] = {}
+        for side in self._pools:
+            spec, start = side.spec, sum(node.num_pages for node in path)
+            left, missing = spec.reach, list[int]()
+            for node in reversed(path):
+                start -= node.num_pages
+                there = set(_positions(spec, node, Tier.DEVICE))  # membership only
+                reached = range(max(0, node.num_pages - left), node.num_pages)
+                missing[:0] = [start + at for at in reached if at not in there]
+                left -= len(reached)
+            if missing:
+                found[spec.name] = missing
+        return found
+
+    def not_on_host(self, node: Node) -> dict[str, list[int]]:
+        """By side pool, the positions that have a side page on DEVICE and none on HOST."""
+        found: dict[str, list[int]] = {}
+        for name, pages in node.device.side.items():
+            there = {position for position, _ in node.host.side.get(name, ())}  # membership only
+            if missing := [position for position, _ in pages if position not in there]:
+                found[name] = missing
+        return found
+
     # -- pages of nodes --------------------------------------------------------------------------
 
     def drop(self, presence: Presence, tier: Tier, ledger: Ledger, *, owned: bool) -> None:
@@ -148,8 +195,9 @@ class SidePools:
     ) -> int:
         """How many nodes of ``path`` can be used: up to the last after which every state is there.
 
-        A state counts where it is in one of ``tiers``. Of the last node ``shared`` pages are meant
-        (``None``: all).
+        A state counts where its node is used from: on the first of ``tiers`` that the node is in.
+        So what lies on HOST beside an incomplete node on DEVICE does not count: nothing would load
+        it. Of the last node ``shared`` pages are meant (``None``: all).
         """
         sizes = [node.num_pages for node in path]
         if shared is not None and sizes:
@@ -166,12 +214,9 @@ class SidePools:
         """Whether the last positions, as far as the pool's need reaches, have their side pages."""
         left = spec.reach
         for node, num_pages in reversed(parts):
-            there = {
-                position
-                for tier in tiers
-                if node.at(tier).is_published
-                for position, _ in node.at(tier).side.get(spec.name, [])
-            }
+            used = next((node.at(tier) for tier in tiers if node.at(tier).is_published), None)
+            pages = used.side.get(spec.name, ()) if used is not None else ()
+            there = {position for position, _ in pages}  # membership only
             for position in range(num_pages - 1, -1, -1):
                 if left == 0:
                     return True
@@ -179,6 +224,16 @@ class SidePools:
                     return False
                 left -= 1
         return True
+
+    def on_path(self, path: Sequence[Node]) -> SidePages:
+        """Side pages on DEVICE of ``path``, with positions from its start."""
+        found: SidePages = {side.spec.name: [] for side in self._pools}
+        start = 0
+        for node in path:
+            for name, pages in node.device.side.items():
+                found[name] += [(start + position, page) for position, page in pages]
+            start += node.num_pages
+        return found
 
     def owned(self, nodes: Sequence[Node], carriages: Sequence[Carriage]) -> dict[str, list[int]]:
         """By pool, the pages that nodes and open carriages own, for the audit."""

@@ -240,8 +240,9 @@ class Admission(Path):
         path = self._lookup.path_of(match)
         coming, wanted = self._load_back.survey(path)
         num_load = _count(wanted)
-        is_loading = bool(coming or wanted)
         on_device = [node for node in path if node.device.is_published]
+        has_end = not self._tiers.side.lacking([*on_device, *coming])
+        is_loading = bool(wanted or (coming and has_end))
         held = _count([*on_device, *coming]) if is_loading else match.device_pages
         own = self._total(wish) - held - num_load
         if wish.minimum_pages is not None:
@@ -263,6 +264,13 @@ class Admission(Path):
             wish.load, load = self._load_back.open_whole(request, path)
         if load is None:  # others bring all that comes, or a side pool is short: computed instead
             own, num_load = own + num_load, 0
+            if is_loading and not has_end:
+                own, held = own + held - match.device_pages, match.device_pages
+                self._load_back.cancel(request, "it is of no use without what was to be loaded")
+                wish.load = None
+                if not self._has_room([], own):
+                    self._give_back(request)
+                    return False
         self._open_pages(wish, own, load)
         wish.held_pages = held + num_load
         if wish.load is None and wish.own is None:

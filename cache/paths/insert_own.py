@@ -1,14 +1,19 @@
-"""Inserting what a request computed into pages of its own: nothing has to be voted for them."""
+"""Inserting what a request computed into pages of its own: nothing has to be voted for them.
+
+What the nodes keep in side pools is: they are of use when that has come (see
+:mod:`kvpact.cache.paths.completion`), and are backed up then, too.
+"""
 
 from __future__ import annotations
 
 from kvpact.cache.paths.backup import Backup
+from kvpact.cache.paths.completion import Completion
 from kvpact.cache.paths.insert_voted import open_loads
 from kvpact.cache.paths.load_back import LoadBack
 from kvpact.cache.requests.results import InsertResult
 from kvpact.cache.requests.table import Request, RequestTable
 from kvpact.cache.residency.tiers import Tiers
-from kvpact.cache.tree.node import Node, Residency, Tier, Tokens
+from kvpact.cache.tree.node import Fill, Node, Residency, Tier, Tokens
 from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["OwnInsert"]
@@ -18,18 +23,24 @@ class OwnInsert:
     """Puts a request's own pages into the tree, and queues their backup."""
 
     def __init__(
-        self, tiers: Tiers, requests: RequestTable, load_back: LoadBack, backup: Backup
+        self,
+        tiers: Tiers,
+        requests: RequestTable,
+        load_back: LoadBack,
+        backup: Backup,
+        completion: Completion,
     ) -> None:
         self._tiers = tiers
         self._requests = requests
         self._load_back = load_back
         self._backup = backup
+        self._completion = completion
 
-    def insert(self, live: Request, tokens: Tokens, namespace: str) -> InsertResult:
+    def insert(
+        self, live: Request, tokens: Tokens, namespace: str, fill: Fill | None = None
+    ) -> InsertResult:
         """See :meth:`kvpact.cache.hierarchical_cache.HierarchicalCache.insert`."""
         tiers = self._tiers
-        if tiers.side:
-            raise Misuse("with side pools the engine's pages are voted: use propose_insert")
         num_pages = len(tokens) // tiers.tree.page_size
         held = live.held_pages
         if live.must_recompute or live.orphans:
@@ -50,7 +61,7 @@ class OwnInsert:
         tiers.prune()
         self._requests.hold(live, placed[-1] if placed else None)
         tiers.manager.note("insert_own", live.name, new, duplicate)
-        self._backup.add_path(placed)
+        self._completion.add(placed, fill, self._backup.add_path)
         pages = [page for node in placed for page in node.device.pages]
         return InsertResult(pages, new, duplicate)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 
 from kvpact.cache.paths.backup import Backup
-from kvpact.cache.paths.insert_voted import Fill, Insertion, Proposal
+from kvpact.cache.paths.completion import Completion
+from kvpact.cache.paths.insert_voted import Insertion, Proposal
 from kvpact.cache.requests.table import Request, RequestTable
 from kvpact.cache.residency.path import Path
-from kvpact.cache.tree.node import Tokens
+from kvpact.cache.tree.node import Fill, Node, Tokens
 from kvpact.cache.tree.radix_tree import RadixTree
 from kvpact.consensus.core.errors import Misuse
 
@@ -48,6 +49,7 @@ class InsertLine(Path):
         requests: RequestTable,
         insertion: Insertion,
         backup: Backup,
+        completion: Completion,
         *,
         waiting_max: int,
     ) -> None:
@@ -55,6 +57,7 @@ class InsertLine(Path):
         self._requests = requests
         self._insertion = insertion
         self._backup = backup
+        self._completion = completion
         self._waiting_max = waiting_max
         self._line: deque[_Wish] = deque()
 
@@ -122,4 +125,9 @@ class InsertLine(Path):
             if holder is not None:
                 self._requests.hold(holder, path[-1])
             self._backup.add_path(path)
+            self._completion.add(path, wish.fill, _nothing)
         return proposal
+
+
+def _nothing(_: list[Node]) -> None:
+    """The backup of a voted insert rides its ballot: it does not wait for side pages."""

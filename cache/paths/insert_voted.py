@@ -12,12 +12,10 @@ from collections.abc import Callable
 
 from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
-from kvpact.cache.tree.node import Carriage, Node, Residency, Tier
+from kvpact.cache.tree.node import Carriage, Fill, Node, Residency, Tier
 from kvpact.consensus.core.participant import Intent
 
-__all__ = ["Fill", "Insertion", "Proposal", "open_loads"]
-
-Fill = Callable[[list[Node], list[int]], None]
+__all__ = ["Insertion", "Proposal", "open_loads"]
 
 
 class Proposal(enum.Enum):
@@ -46,7 +44,7 @@ class Insertion(Path):
     ) -> Proposal:
         """Ask for device pages for what of ``path`` has none.
 
-        ``fill(nodes, pages)`` is called once this rank holds the pages, before anything reads
+        ``fill(nodes, pages, side)`` is called once this rank holds the pages, before anything reads
         them. ``on_refused`` is called when the verdict is no; where other inserts bring all of the
         path, when theirs is.
         """
@@ -143,7 +141,7 @@ class Insertion(Path):
         """The engine computes into the pages; a backup may read them from now on."""
         carriage = self._carriages[intent.serial]
         if carriage.fill is not None:
-            carriage.fill(carriage.nodes, carriage.pages)
+            carriage.fill(carriage.nodes, carriage.pages, carriage.side)
         self._unread.append(carriage)
 
     def end_unread(self) -> None:

@@ -10,6 +10,7 @@ between. The intent is elastic: the verdict is the least that any rank could res
 from __future__ import annotations
 
 from functools import partial
+from itertools import takewhile
 
 from kvpact.cache.copies.mover import Direction
 from kvpact.cache.requests.table import Request, RequestTable
@@ -57,7 +58,7 @@ class LoadBack(Path):
 
         The request pins what is on DEVICE already; after the verdict also what came.
         """
-        device = [node for node in path if node.device.is_published]
+        device = self._on_device(path)
         ticket = Ticket(request, path[-1] if path else None, self._count(device))
         self.hold(request, path)
         wanted = self._wanted(path)
@@ -71,8 +72,8 @@ class LoadBack(Path):
         return ticket
 
     def hold(self, request: Request, path: list[Node]) -> None:
-        """``request`` pins what of ``path`` is on the device, and nothing else any more."""
-        device = [node for node in path if node.device.is_published]
+        """``request`` pins what of ``path`` it can use on the device, and nothing else any more."""
+        device = self._on_device(path)
         self._requests.hold(request, device[-1] if device else None)
 
     def survey(self, path: list[Node]) -> tuple[list[Node], list[Node]]:
@@ -88,7 +89,7 @@ class LoadBack(Path):
         what comes. The request pins what is on DEVICE already; after the verdict also what came.
         """
         self.hold(request, path)
-        ticket = Ticket(request, path[-1], self._count([n for n in path if n.device.is_published]))
+        ticket = Ticket(request, path[-1], self._count(self._on_device(path)))
         joined = self._joined(path)
         _, wanted = self.survey(path)
         intent = None
@@ -136,11 +137,7 @@ class LoadBack(Path):
             if not ticket.carriages or any(_undecided(c) for c in ticket.carriages):
                 pending.append(ticket)
                 continue
-            device: list[Node] = []
-            for node in ticket.path:
-                if not node.device.is_published:
-                    break
-                device.append(node)
+            device = self._on_device(ticket.path)
             ticket.num_pages = self._count(device) - ticket.present_pages
             if ticket.num_pages > 0:
                 ticket.state = TicketState.READY
@@ -171,6 +168,12 @@ class LoadBack(Path):
             f"load-back of request {ticket.request.name}": "no slot or no room is free"
             for ticket, _ in self._waiting
         }
+
+    def _on_device(self, path: list[Node]) -> list[Node]:
+        """The leading nodes that can be used on the device as they are."""
+        device = list(takewhile(lambda node: node.device.is_published, path))
+        side = self._tiers.side
+        return device[: side.usable_end(device, [Tier.DEVICE])] if side else device
 
     def _wanted(self, path: list[Node]) -> list[Node]:
         """The run of nodes after what is on DEVICE, or on its way there, that HOST has."""
@@ -233,7 +236,7 @@ class LoadBack(Path):
         tiers.tree.pin_path(anchor, Tier.DEVICE)
         for node in wanted:
             tiers.tree.pin(node, Tier.HOST)
-        num_pages = min(num_pages, tiers.room(Tier.DEVICE))
+        num_pages = self._usable(ticket.path, wanted, min(num_pages, tiers.room(Tier.DEVICE)))
         intent: Intent | None = None
         taken = self._cut(wanted, num_pages)
         pinned = [*wanted, *(node for node in taken if node not in wanted)]  # a cut pins both parts
@@ -273,6 +276,23 @@ class LoadBack(Path):
         self.num_no_room += 1
         self._tiers.manager.note("no room", Tier.DEVICE.value, first.node_id)
         _do_without(ticket, "no device pages can be had")
+
+    def _usable(self, path: list[Node], wanted: list[Node], num_pages: int) -> int:
+        """The most of ``num_pages`` of ``wanted`` after which all that a prefix needs is there.
+
+        Beside side pools whole nodes are loaded: a part of one may lack the state at its end.
+        """
+        side = self._tiers.side
+        if not side or num_pages >= self._count(wanted):
+            return num_pages
+        left, reached = num_pages, list[Node]()
+        for node in path:
+            left -= node.num_pages if node in wanted else 0
+            if left < 0:
+                break
+            reached.append(node)
+        reached = reached[: side.usable_end(reached, list(Tier))]
+        return self._count([node for node in reached if node in wanted])
 
     def _carry(self, intent: Intent, carriage: Carriage) -> None:
         tiers = self._tiers

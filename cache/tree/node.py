@@ -10,9 +10,23 @@ from numpy.typing import NDArray
 
 from kvpact.consensus.core.participant import Intent
 
-__all__ = ["STORAGE", "Carriage", "Node", "Presence", "Residency", "Standing", "Tier", "Tokens"]
+__all__ = [
+    "STORAGE",
+    "Carriage",
+    "Fill",
+    "Node",
+    "Presence",
+    "Residency",
+    "SidePages",
+    "Standing",
+    "Tier",
+    "Tokens",
+]
 
 Tokens = NDArray[np.int32]
+
+#: Side pages by pool: (position, page index).
+SidePages = dict[str, list[tuple[int, int]]]
 
 #: The pool of places in the storage's queue, in pages: storage keeps its own books of pages.
 STORAGE = "storage"
@@ -66,7 +80,7 @@ class Presence:
     def __init__(self) -> None:
         self.state = Residency.ABSENT
         self.pages: tuple[int, ...] = ()
-        self.side: dict[str, list[tuple[int, int]]] = {}  # see cache.side_pools
+        self.side: SidePages = {}  # see cache.copies.side_pools
         self.pins = 0
         self.num_children = 0
         self.num_stuck = 0
@@ -171,6 +185,11 @@ class Node:
         return nodes
 
 
+#: Writes what an engine computed for nodes into this rank's device ``pages`` of them, one after the
+#: other, and into their side pages, whose positions count from the first page of the first node.
+Fill = Callable[[list[Node], list[int], SidePages], None]
+
+
 class Carriage:
     """Nodes that come into ``tier`` together, by one intent.
 
@@ -180,11 +199,13 @@ class Carriage:
     ``num_copies`` counts copies of this rank that still read or write its pages; ``good`` says of
     those that have ended how many pages each had and whether it went well. ``readers`` are requests
     that have finished with it still open, and the node they held. ``is_void``: what it brings was
-    taken back at its source meanwhile, so nobody may come to rely on it.
+    taken back at its source meanwhile, so nobody may come to rely on it. ``completes``: its nodes
+    are in ``tier`` already, and it brings only what they lack of side pools.
     """
 
     __slots__ = (
         "anchor",
+        "completes",
         "copy_tickets",
         "fill",
         "good",
@@ -207,13 +228,14 @@ class Carriage:
         self.pages: list[int] = []
         # Side pools (cache.side_pools): positions that want a page, and the pages held for them.
         self.side_wanted: dict[str, list[int]] = {}
-        self.side: dict[str, list[tuple[int, int]]] = {}
+        self.side: SidePages = {}
         self.num_copies = 0
         self.copy_tickets: list[int] = []
         self.good: list[tuple[int, bool]] = []
         self.intent: Intent | None = None
-        self.fill: Callable[[list[Node], list[int]], None] | None = None
+        self.fill: Fill | None = None
         self.is_void = False
+        self.completes = False
         self.readers: list[tuple[str, Node]] = []
         self.on_refused: list[Callable[[], None]] = []
 

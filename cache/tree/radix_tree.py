@@ -162,6 +162,8 @@ class RadixTree:
         kept = presence.pages if pages is None else tuple(pages)
         if state < Residency.COPYING:
             kept = ()
+            for carriage in node.carriages:  # what completes a node is of no use to another one
+                carriage.is_void |= carriage.completes and carriage.tier is tier and not state
         elif len(kept) != node.num_pages:
             raise InternalError(f"{node!r} gets {len(kept)} pages in {tier.value}")
         presence.pages = kept

@@ -5,14 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from kvpact.cache.choices import SideNeed
-from kvpact.cache.tree.node import Tier
+from kvpact.cache.tree.node import SidePages, Tier
 from kvpact.consensus.core.border import as_choice, as_count, as_text
 from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["SidePages", "SideSpec", "split_side"]
-
-#: Side pages of a node by pool: (position in the node, page index).
-SidePages = dict[str, list[tuple[int, int]]]
 
 
 class SideSpec(msgspec.Struct, frozen=True):

@@ -159,9 +159,6 @@ class Workload:
         self._could = {**kinds, "attach": kinds["prefetch"], "detach": kinds["prefetch"]}
         kinds["reset"] = draw.random() < 0.2
         kinds["new_weights"] = draw.random() < 0.2
-        if world.side_pools:  # the engine's own pages cannot be inserted beside side pools
-            kinds["insert"] = kinds["load_back"] = True
-            kinds["compute"] = False
         self._faults = {
             **{f"{pool}.reserve": ("refuse", "short") for pool in world.pools()},
             "write": ("delay", "hang", "fail", "corrupt"),

@@ -15,7 +15,7 @@ from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.storage import BackendBase, Identity, PageKeys, Workers
-from kvpact.cache.tree.node import Node, Tier
+from kvpact.cache.tree.node import Node, SidePages, Tier
 from kvpact.cache.tree.side import SideSpec
 from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.epoch.closing import Locator
@@ -117,15 +117,16 @@ class Rank:
         if self.workers is not None:
             self.workers.close()
 
-    def compute(self, nodes: list[Node], pages: list[int]) -> None:
+    def compute(
+        self, nodes: list[Node], pages: list[int], side_pages: SidePages, wrong: int = 0
+    ) -> None:
         """Write what an engine would compute for ``nodes`` into device ``pages``, in order, and
-        into the side pages that were reserved with them."""
+        into the side pages that were reserved for them; other bytes where ``wrong`` is not 0."""
         hashes = [page_hash for node in nodes for page_hash in hashes_of(self.cache, node)]
-        hashes = by_weights(hashes, self.cache.weights)
-        fill_pages(self.tensors[Tier.DEVICE], pages, hashes, self.cache.rank)
-        carriage = nodes[0].device.carriage
+        hashes = [one ^ wrong for one in by_weights(hashes, self.cache.weights)]
+        fill_pages(self.tensors[Tier.DEVICE], pages, hashes[: len(pages)], self.cache.rank)
         for side in self.side:
-            held = [] if carriage is None else carriage.side.get(side.spec.name, [])
+            held = side_pages.get(side.spec.name, [])
             own = [hashes[position] for position, _ in held]
             fill_pages(side.mover.device, [page for _, page in held], own, self.cache.rank)
 

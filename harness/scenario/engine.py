@@ -7,6 +7,8 @@ wrong too, as in a real forward pass. So a load that failed unnoticed shows as w
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -103,11 +105,15 @@ class Engine:
         own, hashes = request.private[: end - held], hashes[held:end]
         # A forward that has to wait longer computes the right bytes if the load ends well at last;
         # if it does not, what it computed is withdrawn whatever it is.
-        if has_arrived and not all(right):
-            hashes = [page_hash ^ _WRONG for page_hash in hashes]
-        fill_pages(device, own, hashes, self._cache.rank)
+        wrong = _WRONG if has_arrived and not all(right) else 0
+        fill_pages(device, own, [page_hash ^ wrong for page_hash in hashes], self._cache.rank)
         size = self._cache.config.page_size
-        self._cache.insert(name, running.tokens[: end * size], namespace=running.namespace)
+        self._cache.insert(
+            name,
+            running.tokens[: end * size],
+            namespace=running.namespace,
+            fill=partial(self._rank.compute, wrong=wrong),
+        )
 
     def free(self, name: str, num_pages: int) -> None:
         """Give back some of the request's own pages, the last ones first."""

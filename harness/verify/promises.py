@@ -95,8 +95,9 @@ def incomplete(cache: HierarchicalCache, match: Match) -> list[str]:
     for spec in cache.config.side_pools:
         has_state: list[bool] = []
         for node in path:
-            side = [node.at(tier).side.get(spec.name, []) for tier in _TIERS]
-            positions = {position for pages in side for position, _ in pages}
+            # A load brings what is on HOST only: of a node on DEVICE its state must be there.
+            used = node.device if node.device.is_published else node.host
+            positions = {position for position, _ in used.side.get(spec.name, [])}
             has_state += [position in positions for position in range(node.num_pages)]
         needed = {"per_page": len(has_state), "per_node": 1, "window": spec.window_pages}[spec.need]
         first = max(0, len(has_state) - needed)
