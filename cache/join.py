@@ -28,7 +28,7 @@ from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.storage import BackendBase, Identity, PageKeys, StorageWorkers
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.border import as_count, as_text
-from kvpact.consensus.core.errors import Misuse
+from kvpact.consensus.core.errors import KvpactError, Misuse
 from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.epoch.report import Incident
 from kvpact.consensus.membership import DEFAULT_NAME, Membership, check_ranks
@@ -57,6 +57,7 @@ def join_cache(
     start_timeout_s: float = 60.0,
     leave_timeout_s: float = 5.0,
     on_incident: Callable[[Incident], None] | None = None,
+    on_alarm: Callable[[KvpactError], None] | None = None,
 ) -> HierarchicalCache:
     """Build this rank's tensors, pools and copies, join replica ``name``, return its cache.
 
@@ -75,6 +76,9 @@ def join_cache(
     ``side`` are the pools of ``config.side_pools``, over tensors of the engine's.
     ``on_incident`` is called inside ``step()`` with each end of an epoch and each observed finding:
     :class:`kvpact.consensus.IncidentFiles` writes them where ``kvpact explain`` reads them.
+    ``on_alarm`` is called from a thread of its own, with the error that the next ``step()`` will
+    raise, where ranks differ or give up while this rank's scheduler is somewhere else, as in a
+    forward pass that waits for them. It may log, or end the process; it must not use the cache.
 
     The cache owns all else: ``close()`` (or leaving its ``with`` block) waits at most
     ``leave_timeout_s`` for the other ranks, so that none loses a verdict that is under way.
@@ -141,7 +145,7 @@ def join_cache(
             side=side,
         )
         cache.stepper.change.on_incident = on_incident
-        membership.watch_over(cache.stepper)
+        membership.watch_over(cache.stepper, on_alarm)
         closing.enter_context(parts.pop_all())
         closing.callback(membership.leave, leave_timeout_s)
         if config.freezes_gc:

@@ -253,9 +253,11 @@ class Membership:
         )
         return self.group
 
-    def watch_over(self, stepper: Stepper) -> None:
-        """Have a thread report differences between ranks while the scheduler's thread hangs."""
-        self._sentinel = Sentinel(stepper, self.store)
+    def watch_over(
+        self, stepper: Stepper, on_alarm: Callable[[KvpactError], None] | None = None
+    ) -> None:
+        """Have a thread tell what ends the epoch while the scheduler's thread hangs."""
+        self._sentinel = Sentinel(stepper, self.store, on_alarm=on_alarm)
         self._sentinel.start()
 
     def leave(self, wait_s: float) -> None:

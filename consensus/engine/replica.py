@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from kvpact.consensus.core.ballot import Schema
-from kvpact.consensus.core.errors import Misuse
+from kvpact.consensus.core.errors import KvpactError, Misuse
 from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.core.participant import Outcome
@@ -195,6 +195,7 @@ def join(
     journal_path: Path | None = None,
     start_timeout_s: float = 60.0,
     leave_timeout_s: float = 5.0,
+    on_alarm: Callable[[KvpactError], None] | None = None,
 ) -> Replica:
     """Meet the other ranks of replica ``name`` through the store at ``host:port``.
 
@@ -202,7 +203,9 @@ def join(
     step calls ``plan()`` (open intents, from agreed state), reserves what is open, then calls
     ``submit()`` (one launch for all copies that have started) and, once the verdict is there,
     ``settled(outcomes)``. ``live()`` digests the live requests, ``waits()`` names who waits.
-    ``facts`` must be equal on all ranks.
+    ``facts`` must be equal on all ranks. ``on_alarm`` is called from a thread of its own where
+    ranks differ or give up while this rank's scheduler is somewhere else, with the error that its
+    next step will raise.
 
     Raises :class:`Misuse` where ranks are configured differently or a policy needs a carrier,
     :class:`RankStalled` or :class:`PeerLost` where one does not come within ``start_timeout_s``,
@@ -257,7 +260,7 @@ def join(
             regroup=membership.regroup,
             beacon=membership.watch,
         )
-        membership.watch_over(stepper)
+        membership.watch_over(stepper, on_alarm)
         parts.pop_all()
     return Replica(
         manager=manager,

@@ -11,7 +11,7 @@ group may be broken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -206,6 +206,22 @@ class Closer:
             if rank != self.rank
         )
 
+    def overheard(self, *, is_enough: Callable[[dict[int, Report]], bool]) -> SealedError | None:
+        """What others say of the end of this epoch, once it is sealed or ``is_enough``.
+
+        It only reads: any thread may ask, while the scheduler's own hangs and reports nothing.
+        """
+        if self._store.get(self._key("closing")) is None:
+            return None
+        standing = self._store.get(self._key("seal"))
+        if standing is not None:
+            return decode(self._key("seal"), standing, Seal).error
+        reports = self._filed()
+        if not reports or not is_enough(reports):
+            return None
+        missing = [rank for rank in self._ranks if rank not in reports]
+        return judge(reports, dict.fromkeys(missing), epoch=self.epoch).error
+
     def _is_looking(self, now_s: float) -> bool:
         """Looking for a rank takes a moment: do it while its report may still come.
 
@@ -223,12 +239,15 @@ class Closer:
         return Incident(self.rank, self.epoch, msgspec.structs.replace(seal, verdicts={}), reports)
 
     def _read_reports(self) -> dict[int, Report]:
+        self._found = self._filed()
+        return self._found
+
+    def _filed(self) -> dict[int, Report]:
         reports: dict[int, Report] = {}
         for rank in self._ranks:
             data = self._store.get(self._key("report", rank))
             if data is not None:
                 reports[rank] = decode(self._key("report", rank), data, Report)
-        self._found = reports
         return reports
 
     def known(self) -> list[Report]:

@@ -1,9 +1,11 @@
-"""Reports that ranks differ as soon as a verdict says so, whatever the scheduler's thread does.
+"""Tells at once what ends an epoch, whatever the scheduler's thread does.
 
 With lag a verdict is settled steps later, and a scheduler may meanwhile hang in a forward pass over
 trees that differ. The sentinel is a daemon thread that looks at the works in flight, files what
-this rank posted, reads what the others filed, and logs who differs and where. It settles nothing,
-seals nothing and takes part in no collective: the scheduler's thread does that when it comes back.
+this rank posted, reads what the others filed, and logs who differs and where. It also reads what
+others report who give this epoch up: one of them met an exception, say, and the forward pass of
+this rank waits for it. It settles nothing, seals nothing and takes part in no collective: the
+scheduler's thread does that when it comes back.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -34,6 +37,8 @@ _REACTING = (Stage.CLOSING.value, Stage.OPENING.value, Stage.CLOSED.value)
 _TRIES = 8
 #: How long it waits for what the others file before it says what it knows.
 GATHER_S = 2.0
+#: How often it asks the store whether others report.
+HEAR_S = 0.25
 
 
 class Sentinel:
@@ -41,6 +46,8 @@ class Sentinel:
 
     ``start`` runs it on a thread of its own; a simulator calls ``look`` instead. ``store`` should
     bound its calls. What is found stands under ``epoch/<group's epoch>/alarm/<epoch>/<rank>``.
+    ``on_alarm`` is called, from that thread, where the scheduler does not react to it yet; what it
+    raises is logged.
     """
 
     def __init__(
@@ -50,8 +57,13 @@ class Sentinel:
         *,
         interval_s: float = 0.05,
         clock: Callable[[], float] = time.monotonic,
+        on_alarm: Callable[[KvpactError], None] | None = None,
     ) -> None:
         self.alarm: SealedError | None = None
+        self._on_alarm = on_alarm
+        self._alarm_in: tuple[int, int] = (-1, -1)
+        self._listen_at = 0.0
+        self._heard_at: float | None = None
         self._stepper = stepper
         self._store = store
         self._interval_s = interval_s
@@ -92,12 +104,16 @@ class Sentinel:
         """Look once at what is in flight. Never blocks, but for the store. Raises StoreSilent."""
         change = self._stepper.change
         now_in = (self._stepper.manager.epoch, change.closer.round_number)
+        if now_in != self._alarm_in:
+            self.alarm = self._heard_at = None  # that is over, or was only observed
+            self._alarm_in = now_in
         if self._filed is not None and (self._filed_epoch, self._filed_round) != now_in:
-            self._filed = self.alarm = None  # that is over, or was only observed
+            self._filed = None
         if self._filed is not None:
             if self.alarm is None:
                 self._gather(self._filed)
             return
+        self._listen()
         for ballot in self._stepper.in_flight:
             place = (ballot.epoch, ballot.header.step)
             is_known = ballot.header.step <= self._stepper.observation.through
@@ -151,12 +167,39 @@ class Sentinel:
         missing = [rank for rank in ranks if rank not in reports]
         if missing and self._clock() - self._filed_at < GATHER_S:
             return
-        self.alarm = judge(reports, dict.fromkeys(missing), epoch=self._filed_epoch).error
-        stage = self._stepper.stage
-        if stage not in _REACTING:
-            _log.error(
-                "rank %d has not reacted yet, it is %s: %s", mine.rank, stage, self.alarm.build()
-            )
+        self._raise_alarm(judge(reports, dict.fromkeys(missing), epoch=self._filed_epoch).error)
+
+    def _listen(self) -> None:
+        """Hear what others report who have given this epoch up."""
+        now = self._clock()
+        is_known = self.alarm is not None or self._stepper.stage in _REACTING
+        if is_known or now < self._listen_at or self._stepper.observation.is_off:
+            return
+        self._listen_at = now + HEAR_S
+        found = self._stepper.change.closer.overheard(is_enough=partial(self._is_enough, now))
+        if found is not None:
+            self._raise_alarm(found)
+
+    def _is_enough(self, now: float, reports: dict[int, Report]) -> bool:
+        """An exception says all; for whatever else the others' reports are waited for."""
+        self._heard_at = now if self._heard_at is None else self._heard_at
+        group = self._stepper.group
+        is_told = any(report.broken_rank >= 0 for report in reports.values())
+        are_all = all(rank in reports for rank in group.ranks if rank != group.rank)
+        return is_told or are_all or now - self._heard_at >= GATHER_S
+
+    def _raise_alarm(self, error: SealedError) -> None:
+        self.alarm = error
+        rank, stage = self._stepper.group.rank, self._stepper.stage
+        if stage in _REACTING:
+            return
+        told = error.build()
+        _log.error("rank %d has not reacted yet, it is %s: %s", rank, stage, told)
+        if self._on_alarm is not None:
+            try:
+                self._on_alarm(told)
+            except Exception:  # noqa: BLE001 - the sentinel must go on
+                _log.exception("on_alarm failed")
 
     def _key(self, epoch: int, rank: int) -> str:
         rounds = f"round/{self._filed_round}/" if self._filed_round else ""
