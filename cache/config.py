@@ -134,6 +134,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"low_water_pages must be below device_pages ({self.device_pages}), or nothing"
                 f" could stay on the device, got {self.low_water_pages}"
             )
+        if self.headroom_pages > self.device_pages:
+            raise Misuse(
+                f"headroom_pages must not be more than device_pages ({self.device_pages}), it could"
+                f" never be had, got {self.headroom_pages}"
+            )
         self._check_side_pools()
         if self.progress_timeout_s and not self.progress_timeout_s > self.copy_timeout_s:
             raise Misuse(

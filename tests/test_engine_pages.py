@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpact.cache.config import CacheConfig
 from kvpact.cache.requests.ticket import TicketState
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.errors import Misuse
@@ -189,3 +190,16 @@ def test_a_headroom_of_another_size_than_it_shall_have_is_pending(lag: int) -> N
     world.drain()
     assert world.same(lambda cache: cache.core.engine_pages.headroom) == 3
     world.is_empty()
+
+
+def test_a_headroom_above_the_device_is_refused_where_it_is_said() -> None:
+    with pytest.raises(Misuse, match=r"headroom_pages .* device_pages \(4\)"):
+        CacheConfig(page_size=4, device_pages=4, host_pages=4, headroom_pages=5)
+    world = World(device_pages=[8, 6], headroom_pages=6)
+    for cache in world.caches:
+        before = cache.journal.fingerprint
+        with pytest.raises(Misuse, match="must be at most 6"):
+            cache.expect_pages(7)
+        assert cache.journal.fingerprint == before
+    world.drain()
+    assert world.same(lambda cache: cache.core.engine_pages.headroom) == 6

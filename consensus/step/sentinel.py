@@ -39,6 +39,8 @@ _TRIES = 8
 GATHER_S = 2.0
 #: How often it asks the store whether others report.
 HEAR_S = 0.25
+#: How long it leaves a store alone that did not answer: each try may last.
+SILENT_S = 5.0
 
 
 class Sentinel:
@@ -176,7 +178,11 @@ class Sentinel:
         if is_known or now < self._listen_at or self._stepper.observation.is_off:
             return
         self._listen_at = now + HEAR_S
-        found = self._stepper.change.closer.overheard(is_enough=partial(self._is_enough, now))
+        try:
+            found = self._stepper.change.closer.overheard(is_enough=partial(self._is_enough, now))
+        except StoreSilent:
+            self._listen_at = self._clock() + SILENT_S
+            raise
         if found is not None:
             self._raise_alarm(found)
 

@@ -67,7 +67,7 @@ def world_config(world: World, rank: int) -> CacheConfig:
         kv_shape=KV_SHAPE,
         lag=world.lag,
         num_slots=world.num_slots,
-        headroom_pages=world.headroom_pages,
+        headroom_pages=min(world.headroom_pages, *world.device_pages),
         load_back_minimum_pages=world.load_back_minimum_pages,
         evicts_whole_nodes=world.evicts_whole_nodes,
         verifies_copies=True,
