@@ -55,7 +55,8 @@ def test_worlds_differ_from_each_other() -> None:
     assert {type(entry).__name__ for scenario in drawn for entry in scenario.do} >= {
         "Insert", "LoadBack", "Evict", "Finish", "Abort", "Admit", "Take", "Compute", "Free",
         "Step", "Drain", "Fault", "Heal", "Expect", "Prefetch", "Settle", "AttachStorage",
-        "DetachStorage", "Reset", "TakeMatch", "LoadMatch", "DropNamespace",
+        "DetachStorage", "Reset", "NewWeights", "Restart", "TakeMatch", "LoadMatch",
+        "DropNamespace",
     }  # fmt: skip
     assert any(entry.raises for scenario in drawn for entry in scenario.do)
     worlds = [scenario.world for scenario in drawn]

@@ -268,6 +268,8 @@ def _simpler(entry: Do, page_size: int) -> Iterator[dict[str, Any]]:
 
 
 def _shorter(tokens: Ranges, page_size: int) -> Iterator[Ranges]:
+    if not tokens:
+        return
     *before, (start, stop) = tokens
     if before:
         yield tuple(before)

@@ -33,6 +33,7 @@ from kvpact.harness.scenario.model import (
     Prefetch,
     Ranges,
     Reset,
+    Restart,
     Settle,
     Step,
     Take,
@@ -65,8 +66,9 @@ _WEIGHTS: Final[dict[str, float]] = {
     "settle": 1,
     "detach": 0.5,
     "attach": 1,
-    "reset": 0.3,
-    "new_weights": 0.3,
+    "reset": 0.6,
+    "new_weights": 0.5,
+    "restart": 0.5,
     "pause": 0.2,
     "idle": 0.2,
     "drop_namespace": 0.5,
@@ -104,7 +106,7 @@ class Workload:
         # Each world has its own habits: uniform weights everywhere would make all worlds alike.
         self._weights = {kind: w * draw.choice((0.2, 1, 1, 3)) for kind, w in _WEIGHTS.items()}
         if weighted:  # an epoch ends while much is in hand
-            for kind in ("reset", "new_weights", "diverge", "detach", "attach"):
+            for kind in ("reset", "new_weights", "restart", "diverge", "detach", "attach"):
                 self._kinds[kind] = self._could[kind]
                 self._weights[kind] *= 5
         self._namespaces = draw.choice((("",), ("",), ("", "tenant")))
@@ -137,6 +139,7 @@ class Workload:
             "detach": lambda: DetachStorage(number=0),
             "reset": lambda: Reset(number=0),
             "new_weights": lambda: NewWeights(number=0, version=str(draw.randint(1, 3))),
+            "restart": lambda: Restart(number=0),
             "idle": lambda: Idle(number=0, seconds=draw.choice(_UPTIMES_S)),
             "pause": lambda: Pause(number=0, seconds=draw.choice((0.01, 0.5, 3.0))),
             "drop_namespace": lambda: DropNamespace(number=0, namespace=self._namespace()),
@@ -155,10 +158,11 @@ class Workload:
         if kinds["diverge"]:
             # An ordered end of the epoch may come before the ballot that tells of a difference;
             # then no seal does, and the journals part without one.
-            kinds["reset"] = kinds["new_weights"] = False
+            kinds["reset"] = kinds["new_weights"] = kinds["restart"] = False
         self._could = {**kinds, "attach": kinds["prefetch"], "detach": kinds["prefetch"]}
-        kinds["reset"] = draw.random() < 0.2
-        kinds["new_weights"] = draw.random() < 0.2
+        kinds["reset"] = draw.random() < 0.3
+        kinds["new_weights"] = draw.random() < 0.3
+        kinds["restart"] = draw.random() < 0.3 and not kinds["diverge"]
         self._faults = {
             **{f"{pool}.reserve": ("refuse", "short") for pool in world.pools()},
             "write": ("delay", "hang", "fail", "corrupt"),
@@ -209,7 +213,9 @@ class Workload:
                 return start
         self._num_branches += 1
         first = self._num_branches * _BRANCH_TOKENS
-        prompt = (*start, (first, first + size * draw.randint(1, 4)))
+        # Some end within a page: no tier keeps what is beyond the last whole one.
+        partial = draw.choice((0, 0, 0, draw.randrange(size)))
+        prompt = (*start, (first, first + size * draw.randint(1, 4) + partial))
         self._prompts.append(prompt)
         return prompt
 
@@ -220,6 +226,8 @@ class Workload:
         earlier = self._draw.choice(self._prompts)
         if self._draw.random() < 0.6:
             return earlier
+        if self._draw.random() < 0.1:
+            return _first(earlier, self._draw.randrange(size))  # less than a page, or nothing
         return _first(earlier, size * self._draw.randint(1, _num_pages(earlier, size)))
 
     def _insert(self) -> Do:
@@ -340,13 +348,14 @@ class Workload:
 
     def _admit(self, name: str = "", tokens: Ranges | None = None) -> Do:
         draw = self._draw
+        prompt = self._prompt() if tokens is None else tokens
         if draw.random() < self._whole:
             return Admit(
                 number=0,
                 request=name or self._running(),
-                tokens=self._prompt() if tokens is None else tokens,
+                tokens=prompt,
                 whole=True,
-                extra=draw.choice((0, 0, 1, 3)),
+                extra=draw.choice((0, 0, 1, 3)) if prompt else 1,
                 least=draw.choice((None, None, 1, 2)),
                 priority=draw.choice((0, 0, 1)),
                 namespace=self._namespace(),
@@ -354,7 +363,7 @@ class Workload:
         return Admit(
             number=0,
             request=name or self._running(),
-            tokens=self._prompt() if tokens is None else tokens,
+            tokens=prompt,
             load=self._draw.random() < 0.6 or tokens is not None,
             namespace=self._namespace(),
         )

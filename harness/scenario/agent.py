@@ -7,7 +7,7 @@ done afterwards, over all ranks, by :mod:`kvpact.harness.scenario.world`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import takewhile
 
@@ -47,12 +47,14 @@ from kvpact.harness.scenario.model import (
     Heal,
     Idle,
     Insert,
+    Leave,
     LoadBack,
     LoadMatch,
     NewWeights,
     Pause,
     Prefetch,
     Reset,
+    Restart,
     Scenario,
     Settle,
     Step,
@@ -71,7 +73,7 @@ __all__ = ["Agent", "Observation", "Raised", "RankRecord"]
 #: What only an engine that owns its pages asks for, and with it all that is not a scheduler's call.
 Driven = Admit | Take | Compute | Free | Headroom
 Admin = Reset | NewWeights | DropNamespace | AttachStorage | ClearStorage | DetachStorage
-Managed = Driven | Admin | Flush | Fault | Heal | Settle
+Managed = Driven | Admin | Flush | Fault | Heal | Settle | Leave | Restart
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -95,8 +97,9 @@ class Raised(msgspec.Struct, frozen=True):
 
 class RankRecord(msgspec.Struct):
     """All that one rank saw. ``left_at``: the entry at which it stalled or died (0: never).
-    ``suspended_from``: by epoch, the step from which on it may differ. ``struck`` are the numbers
-    of the faults that struck here; ``has_ended``: the whole file was done."""
+    ``suspended_from``: by run and epoch, as in ``"0/3"``, the step from which on it may differ.
+    ``struck`` are the numbers of the faults that struck here; ``has_ended``: the whole file was
+    done."""
 
     rank: int
     incidents: list[Incident] = []
@@ -104,7 +107,7 @@ class RankRecord(msgspec.Struct):
     observations: list[Observation] = []
     raised: list[Raised] = []
     broken: list[str] = []
-    suspended_from: dict[int, int] = {}
+    suspended_from: dict[str, int] = {}
     left_at: int = 0
     struck: list[int] = []
     has_ended: bool = False
@@ -122,7 +125,8 @@ class Agent:
     """Runs ``scenario`` on one rank.
 
     ``settle_copies`` is called before each step: with real threads it waits for the copies that no
-    fault delays. ``exit_now`` ends the process where a fault says so.
+    fault delays. ``exit_now`` ends the process where a fault says so. ``restart`` ends the run of
+    this rank and begins another.
     """
 
     def __init__(
@@ -133,24 +137,31 @@ class Agent:
         *,
         settle_copies: Callable[[], None],
         exit_now: Callable[[], None],
+        restart: Callable[[], Rank],
     ) -> None:
         self.scenario = scenario
-        self.rank = rank
-        self.cache = rank.cache
         self.board = board
         self.record = RankRecord(rank.cache.rank)
+        self.board.entries = self.record.struck
         self._settle_copies = settle_copies
         self._exit_now = exit_now
-        self._iteration = 0
+        self._restart = restart
+        self._run = 0
         self._entered_s = 0.0
+        self._begin(rank, ())
+
+    def _begin(self, rank: Rank, stored: Iterable[int]) -> None:
+        """A run begins: of what was before, only what is in storage is left."""
+        self.rank = rank
+        self.cache = rank.cache
+        self._iteration = 0
         self._tickets: dict[str, Ticket] = {}
         self._fetches: dict[str, Ticket] = {}
         self._matches: dict[str, Match] = {}
         self._holding: set[str] = set()
-        self.board.entries = self.record.struck
         self._recomputed: dict[str, int] = {}
         self._engine = Engine(rank)
-        self._listener = Listener(rank, _prompts(scenario))
+        self._listener = Listener(rank, _prompts(self.scenario), stored)
 
     def program(self) -> Program:
         """All entries in order. Ends early where the rank stalls or dies."""
@@ -230,12 +241,8 @@ class Agent:
             case Heal():
                 self.board.heal()
                 self.rank.heal()
-            case Reset():
-                self.cache.reset()
-                self._let_go()
-            case NewWeights():
-                self.cache.new_weights(entry.version)
-                self._let_go()
+            case Reset() | NewWeights() | Leave() | Restart():
+                self._end_epoch(entry)
             case Flush():
                 self.cache.flush()
             case DropNamespace():
@@ -250,6 +257,22 @@ class Agent:
                 self._switch_storage(entry, self.cache.detach_storage)
             case _:
                 self._drive(entry)
+
+    def _end_epoch(self, entry: Reset | NewWeights | Leave | Restart) -> None:
+        match entry:
+            case Reset():
+                self.cache.reset()
+                self._let_go()
+            case NewWeights():
+                self.cache.new_weights(entry.version)
+                self._let_go()
+            case Leave():
+                self.cache.leave()
+            case Restart():
+                self.record.broken += self._listener.wrong_in_storage()
+                stored = self._listener.stored
+                rank, self._run = self._restart(), self._run + 1
+                self._begin(rank, stored)
 
     def _drive(self, entry: Driven) -> None:
         match entry:
@@ -439,7 +462,9 @@ class Agent:
         self.record.broken += self.rank.wrong_bytes(nodes) + broken_promises(self.cache, nodes)
         self.record.broken += self._listener.hear(self.cache.events())
         self.record.broken += self._listener.differences(nodes)
-        self.record.snapshots.append(snapshot(self.cache, nodes, events=self._listener.digest))
+        self.record.snapshots.append(
+            snapshot(self.cache, nodes, events=self._listener.digest, run=self._run)
+        )
 
     def _lose_a_node(self) -> None:
         """The tree of this rank alone drops its least recently used unpinned leaf."""
@@ -465,7 +490,7 @@ class Agent:
     def _suspend(self) -> None:
         """From here on this rank may differ, until it is reported."""
         manager = self.cache.core.manager
-        self.record.suspended_from.setdefault(manager.epoch, manager.step + 1)
+        self.record.suspended_from.setdefault(f"{self._run}/{manager.epoch}", manager.step + 1)
 
     def _note_error(self, entry: Do, error: KvpactError) -> None:
         kinds = [kind.__name__ for kind in type(error).__mro__]

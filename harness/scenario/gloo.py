@@ -109,65 +109,104 @@ def serve(context: RankContext, _: object) -> None:
 
 def run_rank(context: RankContext, name: str, scenario: Scenario) -> None:
     """One scenario on one rank: the agent's program, blocking where it has to wait."""
-    world = scenario.world
-    config = world_config(world, context.rank)
-    membership = join_replica(
-        config,
-        context.store_host,
-        context.store_port,
-        name=name,
-        rank=context.rank,
-        ranks=range(world.num_ranks),
-    )
-    board = FaultBoard()
-    workers: Workers | None = None
-    backend: BackendBase | None = None
-    directory = ""
-    if world.storage != "none":
-        directory = os.path.join(tempfile.gettempdir(), f"kvpact-{context.store_port}", name)
-        backend = open_storage(world, config, context.rank, directory)
-        workers = StorageWorkers(
-            backend, plan_page=board.plan_page, max_requests=world.storage_requests_max
-        )
-    real = Rank(
-        config,
-        group=membership.group,
-        store=membership.store,
-        pools=make_pools(world, context.rank, board),
-        usable=membership.usable,
-        make_mover=lambda device, host, plan: CpuMover(
-            device, host, plan_part=plan, max_parts=world.mover_parts_max
-        ),
-        locator=membership.locator,
-        journal=Journal(context.rank, tail_entries_max=world.journal_entries_max),
-        beacon=membership.watch,
-        regroup=membership.regroup,
-        plan_part=board.plan_part,
-        workers=workers,
-        backend=backend,
-        side_pools=make_side_pools(world, context.rank, board),
-    )
-
-    def settle_copies() -> None:
-        ended = all(mover.wait_all(_COPIES_S) for mover in real.movers)
-        if not ended or not (workers is None or workers.wait_all(_COPIES_S)):
-            raise InternalError(f"copies did not end within {_COPIES_S:g} s", rank=context.rank)
+    runs = _GlooRuns(context, name, scenario)
 
     def exit_now() -> None:
         context.send(msgspec.to_builtins(agent.record))
         os._exit(0)
 
-    agent = Agent(scenario, real, board, settle_copies=settle_copies, exit_now=exit_now)
+    agent = Agent(
+        scenario,
+        runs.begin(),
+        runs.board,
+        settle_copies=runs.settle_copies,
+        exit_now=exit_now,
+        restart=runs.again,
+    )
     for pause in agent.program():
         if pause.seconds > 0:
             time.sleep(pause.seconds)
         else:
-            real.cache.stepper.pause()
+            agent.cache.stepper.pause()
     context.send(msgspec.to_builtins(agent.record))
-    membership.leave(4 * world.deadline_s + 5.0)
-    real.close()
-    if world.storage == "file":
-        shutil.rmtree(directory, ignore_errors=True)
+    runs.end()
+    if scenario.world.storage == "file":
+        shutil.rmtree(runs.directory, ignore_errors=True)
+
+
+class _GlooRuns:
+    """The runs of one real rank, one after the other, under one name in one store.
+
+    Only its storage outlives a run; what is in a file is opened anew.
+    """
+
+    def __init__(self, context: RankContext, name: str, scenario: Scenario) -> None:
+        self.board = FaultBoard()
+        self.directory = os.path.join(tempfile.gettempdir(), f"kvpact-{context.store_port}", name)
+        self._context = context
+        self._name = name
+        self._world = scenario.world
+        self._backend: BackendBase | None = None
+        self._workers: Workers | None = None
+
+    def begin(self) -> Rank:
+        """Join, and build what belongs to a run."""
+        context, world, board = self._context, self._world, self.board
+        config = world_config(world, context.rank)
+        self._membership = membership = join_replica(
+            config,
+            context.store_host,
+            context.store_port,
+            name=self._name,
+            rank=context.rank,
+            ranks=range(world.num_ranks),
+        )
+        if world.storage != "none":
+            if self._backend is None:
+                self._backend = open_storage(world, config, context.rank, self.directory)
+            self._workers = StorageWorkers(
+                self._backend, plan_page=board.plan_page, max_requests=world.storage_requests_max
+            )
+        self._real = Rank(
+            config,
+            group=membership.group,
+            store=membership.store,
+            pools=make_pools(world, context.rank, board),
+            usable=membership.usable,
+            make_mover=lambda device, host, plan: CpuMover(
+                device, host, plan_part=plan, max_parts=world.mover_parts_max
+            ),
+            locator=membership.locator,
+            journal=Journal(context.rank, tail_entries_max=world.journal_entries_max),
+            beacon=membership.watch,
+            regroup=membership.regroup,
+            plan_part=board.plan_part,
+            workers=self._workers,
+            backend=self._backend,
+            side_pools=make_side_pools(world, context.rank, board),
+        )
+        return self._real
+
+    def end(self) -> None:
+        """Leave once all want to, and close."""
+        self._membership.leave(4 * self._world.deadline_s + 5.0)
+        self._real.close()
+
+    def again(self) -> Rank:
+        """End this run and begin another."""
+        self.end()
+        if self._backend is not None and self._world.storage == "file":
+            self._backend.close()
+            self._backend = None
+        return self.begin()
+
+    def settle_copies(self) -> None:
+        """Wait for the copies that no fault delays."""
+        ended = all(mover.wait_all(_COPIES_S) for mover in self._real.movers)
+        if not ended or not (self._workers is None or self._workers.wait_all(_COPIES_S)):
+            raise InternalError(
+                f"copies did not end within {_COPIES_S:g} s", rank=self._context.rank
+            )
 
 
 def _steps(scenario: Scenario) -> int:

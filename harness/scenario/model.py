@@ -43,6 +43,7 @@ __all__ = [
     "Heal",
     "Idle",
     "Insert",
+    "Leave",
     "LoadBack",
     "LoadMatch",
     "Mode",
@@ -52,6 +53,7 @@ __all__ = [
     "Raises",
     "Ranges",
     "Reset",
+    "Restart",
     "Scenario",
     "Settle",
     "SidePool",
@@ -349,6 +351,16 @@ class DetachStorage(Entry, frozen=True, kw_only=True, tag="detach_storage"):
     """Admin: the storage tier off."""
 
 
+class Leave(Entry, frozen=True, kw_only=True, tag="leave"):
+    """Who does this leaves in good order: the step after its ballot was settled raises
+    ``PeerLeft`` everywhere."""
+
+
+class Restart(Entry, frozen=True, kw_only=True, tag="restart"):
+    """The run ends on all ranks, and another begins under the same name in the same store. Only
+    what is in storage outlives it; counters begin anew."""
+
+
 class Fault(Entry, frozen=True, kw_only=True, tag="fault"):
     """Armed from here on. ``times`` is -1 for ever; ``steps`` comes with ``delay``, ``seconds``
     with ``late``, and neither with another action. One that never strikes fails the file unless it
@@ -417,6 +429,8 @@ Do = (
     | DetachStorage
     | Idle
     | Pause
+    | Leave
+    | Restart
     | Fault
     | Heal
     | Expect

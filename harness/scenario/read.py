@@ -152,7 +152,8 @@ def _entry(
     if name == "expect":
         _read_expect(table, place, world, before)
     if "tokens" in table:
-        table["tokens"] = _ranges(table["tokens"], "tokens", place, world.page_size)
+        least = world.page_size if name == "insert" else 0
+        table["tokens"] = _prompt(table["tokens"], place, least)
     entry = convert(table, _ENTRY_KINDS[name], place, given={"number": number})
     _check_common(entry, place, world)
     if isinstance(entry, model.Fault):
@@ -163,6 +164,8 @@ def _entry(
         matched = [one.request for one in before if isinstance(one, model.TakeMatch)]
         if entry.request not in matched:
             place.wrong("request", f"no earlier match names {entry.request!r}")
+    if isinstance(entry, model.Restart) and entry.ranks is not None:
+        place.wrong("ranks", "a run ends, and another begins, on all ranks: leave it out")
     if isinstance(entry, model.Decide) and world.pp > 1:
         place.wrong("op", "would deadlock against the activations of pipeline stages (pp > 1)")
     return entry
@@ -303,21 +306,29 @@ def _tokens(value: object, key: str, place: Place, page_size: int) -> int:
     return tokens
 
 
-def _ranges(value: object, key: str, place: Place, page_size: int) -> model.Ranges:
+def _ranges(value: object, key: str, place: Place) -> model.Ranges:
     if not isinstance(value, str):
         place.wrong(key, f'expected token ranges like "0..8,100..108", got {name_type(value)}')
     try:
-        ranges = model.parse_ranges(value)
+        return model.parse_ranges(value)
     except BadInput as error:
         place.wrong(key, error.message)
-    _tokens(model.num_tokens(ranges), key, place, page_size)
+
+
+def _prompt(value: object, place: Place, least: int) -> model.Ranges:
+    """The tokens of an entry: any number, or none, but at least ``least``."""
+    ranges = () if value == "" else _ranges(value, "tokens", place)
+    if model.num_tokens(ranges) < least:
+        place.wrong("tokens", f"an insert is of one page of {least} tokens at least")
     return ranges
 
 
 def _prefix(value: object, key: str, place: Place, page_size: int) -> model.Ranges:
     """The ranges of a prefix that may name a namespace before a colon."""
     text = value.rpartition(":")[2] if isinstance(value, str) else value
-    return _ranges(text, key, place, page_size)
+    ranges = _ranges(text, key, place)
+    _tokens(model.num_tokens(ranges), key, place, page_size)
+    return ranges
 
 
 def _per_rank(

@@ -27,9 +27,14 @@ __all__ = ["Listener"]
 class Listener:
     """Hears the events of one rank. ``digest``: of all since the device was cleared, in order."""
 
-    def __init__(self, rank: Rank, prompts: Iterable[tuple[NDArray[np.int32], str]]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        prompts: Iterable[tuple[NDArray[np.int32], str]],
+        stored: Iterable[int] = (),
+    ) -> None:
         self.digest = 0
-        self.stored: set[int] = set()  # membership only, like all sets here
+        self.stored = set(stored)  # membership only, like all sets here
         self._rank = rank
         self._resident: dict[str, set[int]] = {tier.value: set() for tier in Tier}
         self._known: dict[tuple[int, int], Sequence[int]] = {}

@@ -19,7 +19,7 @@ from kvpact.cache.tree.side import SideSpec
 from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.epoch.report import Incident
 from kvpact.consensus.step.step import RUN_KEY
-from kvpact.consensus.transport.store import MemoryStore
+from kvpact.consensus.transport.store import MemoryStore, NamedStore
 from kvpact.harness.faults.board import FaultBoard, FaultyPool
 from kvpact.harness.rank.rank import Rank, identity_of
 from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
@@ -31,6 +31,10 @@ __all__ = ["Result", "judge", "run_sim", "unsupported", "world_config"]
 
 #: Large enough that two different pages never look alike, small enough for tiny worlds.
 KV_SHAPE = KVShape(2, 1, 8)
+
+
+#: Groups are told apart by their epoch, and those of the next run by one beyond these.
+_EPOCHS_MAX = 1_000_000
 
 
 class Result(msgspec.Struct):
@@ -144,22 +148,14 @@ def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) 
     world = scenario.world
     clock = SimClock()
     net = SimNet(world.num_ranks, schema_of(world_config(world, 0)).width, clock)
-    store = MemoryStore()
     # The same file and seed give the same journals, byte for byte, so the run is not drawn.
     digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode([scenario.world, scenario.do]))
-    store.set(RUN_KEY, f"simulated {digest} seed {seed}".encode())
-    books = [
-        Journal(
-            rank,
-            tail_entries_max=world.journal_entries_max,
-            path=journals / f"rank{rank}.jsonl" if journals is not None else None,
-        )
-        for rank in range(world.num_ranks)
-    ]
+    name = f"simulated {digest} seed {seed}"
+    store = MemoryStore()
     with tempfile.TemporaryDirectory(prefix="kvpact-") as directory:
         agents = [
-            _sim_agent(scenario, rank, net, store, book, directory)
-            for rank, book in enumerate(books)
+            _SimRuns(scenario, rank, net, store, name, directory, journals).agent()
+            for rank in range(world.num_ranks)
         ]
         try:
             run_programs([agent.program() for agent in agents], net, seed)
@@ -189,50 +185,99 @@ def conclude(
     return Result(scenario.path, scenario.name, ranks, seed, found, records, list(fullest.values()))
 
 
-def _sim_agent(
-    scenario: Scenario,
-    rank: int,
-    net: SimNet,
-    store: MemoryStore,
-    journal: Journal,
-    directory: str,
-) -> Agent:
-    board = FaultBoard()
-    config = world_config(scenario.world, rank)
-    workers: Workers | None = None
-    backend: BackendBase | None = None
-    if scenario.world.storage != "none":
-        backend = open_storage(scenario.world, config, rank, directory)
-        workers = DeferredWorkers(
-            backend,
-            plan_page=board.plan_page,
-            max_requests=scenario.world.storage_requests_max,
+class _SimRuns:
+    """The runs of one simulated rank: the next one has a store, a group and a journal of its own.
+
+    Only its storage outlives a run; what is in a file is opened anew.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        rank: int,
+        net: SimNet,
+        store: MemoryStore,
+        name: str,
+        directory: str,
+        journals: Path | None,
+    ) -> None:
+        self._scenario = scenario
+        self._rank = rank
+        self._net = net
+        self._store = store
+        self._name = name
+        self._directory = directory
+        self._journals = journals
+        self._board = FaultBoard()
+        self._number = 0
+        self._backend: BackendBase | None = None
+        self._real = self._begin()
+
+    def agent(self) -> Agent:
+        """The rank's way through the file, from its first run on."""
+        return Agent(
+            self._scenario,
+            self._real,
+            self._board,
+            settle_copies=lambda: None,
+            exit_now=lambda: self._net.kill(self._rank),
+            restart=self._again,
         )
-    real = Rank(
-        config,
-        group=SimGroup(net, rank),
-        store=store,
-        pools=make_pools(scenario.world, rank, board),
-        usable=agreed_pages(scenario.world),
-        make_mover=lambda device, host, plan: DeferredMover(
-            device, host, plan_part=plan, max_parts=scenario.world.mover_parts_max
-        ),
-        locator=net,
-        journal=journal,
-        beacon=SimBeacon(net, rank),
-        regroup=lambda epoch: SimGroup(net, rank, epoch),
-        plan_part=board.plan_part,
-        workers=workers,
-        backend=backend,
-        side_pools=make_side_pools(scenario.world, rank, board),
-    )
-    return Agent(
-        scenario,
-        real,
-        board,
-        settle_copies=lambda: None,
-        exit_now=lambda: net.kill(rank),
-    )
+
+    def _again(self) -> Rank:
+        self._real.close()
+        if self._backend is not None and self._scenario.world.storage == "file":
+            self._backend.close()
+            self._backend = None
+        self._number += 1
+        self._real = self._begin()
+        return self._real
+
+    def _begin(self) -> Rank:
+        world, rank, number = self._scenario.world, self._rank, self._number
+        config = world_config(world, rank)
+        if world.storage != "none" and self._backend is None:
+            self._backend = open_storage(world, config, rank, self._directory)
+        workers: Workers | None = None
+        if self._backend is not None:
+            workers = DeferredWorkers(
+                self._backend,
+                plan_page=self._board.plan_page,
+                max_requests=world.storage_requests_max,
+            )
+        store = NamedStore(self._store, f"run {number}")
+        store.set(RUN_KEY, f"{self._name}{f', run {number}' if number else ''}".encode())
+        return Rank(
+            config,
+            group=self._group(0),
+            store=store,
+            pools=make_pools(world, rank, self._board),
+            usable=agreed_pages(world),
+            make_mover=lambda device, host, plan: DeferredMover(
+                device, host, plan_part=plan, max_parts=world.mover_parts_max
+            ),
+            locator=self._net,
+            journal=self._journal(),
+            beacon=SimBeacon(self._net, rank),
+            regroup=self._group,
+            plan_part=self._board.plan_part,
+            workers=workers,
+            backend=self._backend,
+            side_pools=make_side_pools(world, rank, self._board),
+        )
+
+    def _group(self, epoch: int) -> SimGroup:
+        return SimGroup(self._net, self._rank, self._number * _EPOCHS_MAX + epoch)
+
+    def _journal(self) -> Journal:
+        folder = self._journals
+        if folder is not None and self._number:
+            folder = folder / f"run{self._number}"
+            folder.mkdir(exist_ok=True)
+        path = None if folder is None else folder / f"rank{self._rank}.jsonl"
+        return Journal(
+            self._rank, tail_entries_max=self._scenario.world.journal_entries_max, path=path
+        )
 
 
 # -- judging -------------------------------------------------------------------------------------
@@ -267,15 +312,15 @@ def _judge_struck(entry: Fault, records: Sequence[RankRecord]) -> list[str]:
 def _comparable(records: Sequence[RankRecord]) -> list[Snapshot]:
     """Snapshots of steps in which all ranks must agree: not from a rank's own doing on, until that
     is reported, which ends the epoch."""
-    until: dict[int, int] = {}
+    until: dict[str, int] = {}
     for record in records:
-        for epoch, step in record.suspended_from.items():
-            until[epoch] = min(step, until.get(epoch, step))
+        for place, step in record.suspended_from.items():
+            until[place] = min(step, until.get(place, step))
     return [
         snap
         for record in records
         for snap in record.snapshots
-        if snap.step < until.get(snap.epoch, 1 << 62)
+        if snap.step < until.get(f"{snap.run}/{snap.epoch}", 1 << 62)
     ]
 
 

@@ -21,7 +21,7 @@ __all__ = ["Snapshot", "compare", "hashes_of", "snapshot", "tree_lines", "wrong_
 
 class Snapshot(msgspec.Struct, frozen=True):
     """What must be equal on all ranks after one step; ``tree`` digests a full walk (0: no walk),
-    ``events`` all that was told so far."""
+    ``events`` all that was told so far. ``run`` counts runs of the same name from 0."""
 
     rank: int
     epoch: int
@@ -34,6 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     num_open: int
     tree: int
     events: int = 0
+    run: int = 0
 
 
 _TIERS = tuple(Tier)
@@ -46,6 +47,7 @@ def snapshot(
     *,
     walk: bool = True,
     events: int = 0,
+    run: int = 0,
 ) -> Snapshot:
     """The agreed state of one rank; ``walk`` includes a digest of the whole tree.
 
@@ -68,6 +70,7 @@ def snapshot(
         num_open=len(manager.open_intents),
         tree=tree,
         events=events,
+        run=run,
     )
 
 
@@ -99,10 +102,10 @@ def _side_counts(node: Node) -> str:
 
 def compare(snapshots: Iterable[Snapshot]) -> list[str]:
     """What differs between ranks after the same step, as readable lines; empty: nothing."""
-    first: dict[tuple[int, int], Snapshot] = {}
+    first: dict[tuple[int, int, int], Snapshot] = {}
     found: list[str] = []
-    for snap in sorted(snapshots, key=lambda one: (one.epoch, one.step, one.rank)):
-        other = first.setdefault((snap.epoch, snap.step), snap)
+    for snap in sorted(snapshots, key=lambda one: (one.run, one.epoch, one.step, one.rank)):
+        other = first.setdefault((snap.run, snap.epoch, snap.step), snap)
         for name in _AGREED:
             ours, theirs = getattr(other, name), getattr(snap, name)
             if ours != theirs:
