@@ -109,3 +109,14 @@ def test_a_divergence_says_where_to_look_for_each_field(field: str) -> None:
 def test_a_dead_rank_is_looked_for_elsewhere_than_a_stuck_one() -> None:
     assert "paused(reason)" in RankStalled("x").advice
     assert "has ended" in RankStalled("x", dead=True).advice
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_its_repr_says_all_on_one_line(kind: type[KvpactError]) -> None:
+    told = repr(make(kind))
+    assert told == (
+        f"{kind.__name__}('it went wrong', ranks=(2, 5), epoch=3, step=41,"
+        " story=('first', 'then'))"
+    )
+    assert repr(kind("no place")) == f"{kind.__name__}('no place')"
+    assert repr(pickle.loads(pickle.dumps(make(kind)))) == told

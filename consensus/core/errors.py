@@ -96,6 +96,12 @@ class KvpactError(Exception):
             lines.append(f"  what to do: {self.advice}")
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        """All that it says, on one line: what a log or another library prints of an error."""
+        given = {name: getattr(self, name) for name in ("ranks", "epoch", "step", "story")}
+        inside = [f"{name}={value!r}" for name, value in given.items() if value not in (None, ())]
+        return f"{type(self).__name__}({', '.join([repr(self.message), *inside])})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.__dict__.copy()))
 
