@@ -115,8 +115,7 @@ def test_a_dead_rank_is_looked_for_elsewhere_than_a_stuck_one() -> None:
 def test_its_repr_says_all_on_one_line(kind: type[KvpactError]) -> None:
     told = repr(make(kind))
     assert told == (
-        f"{kind.__name__}('it went wrong', ranks=(2, 5), epoch=3, step=41,"
-        " story=('first', 'then'))"
+        f"{kind.__name__}('it went wrong', ranks=(2, 5), epoch=3, step=41, story=('first', 'then'))"
     )
     assert repr(kind("no place")) == f"{kind.__name__}('no place')"
     assert repr(pickle.loads(pickle.dumps(make(kind)))) == told
