@@ -5,18 +5,19 @@ See :mod:`kvpact.consensus.core.border` for what is not the cache's alone.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
 from kvpact.cache.requests.results import Match
-from kvpact.cache.tree.node import Fill, Tier, Tokens
+from kvpact.cache.tree.node import Fill, FillSide, Tier, Tokens
 from kvpact.consensus.core.border import as_choice, told
 from kvpact.consensus.core.errors import Misuse
 
-__all__ = ["as_fill", "as_match", "as_tier", "as_tokens"]
+__all__ = ["as_call", "as_match", "as_tier", "as_tokens"]
 
 _INT32 = np.dtype(np.int32)
+_Call = TypeVar("_Call", Fill | None, FillSide | None)
 
 
 def as_tokens(value: object) -> Tokens:
@@ -42,8 +43,8 @@ def as_match(value: object) -> Match:
     return value
 
 
-def as_fill(value: Fill | None) -> Fill | None:
-    """What is to be called with nodes, pages and side pages, or nothing."""
+def as_call(what: str, arguments: str, value: _Call) -> _Call:
+    """What is to be called with such ``arguments``, or nothing."""
     if value is not None and not callable(value):
-        raise Misuse(f"fill must be callable with (nodes, pages, side), got {told(value)}")
+        raise Misuse(f"{what} must be callable with ({arguments}), got {told(value)}")
     return value

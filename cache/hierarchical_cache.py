@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, Self
 
 from kvpact.cache.audit import audit
-from kvpact.cache.border import as_fill, as_match, as_tier, as_tokens
+from kvpact.cache.border import as_call, as_match, as_tier, as_tokens
 from kvpact.cache.carryover import Carryover
 from kvpact.cache.choices import PrefetchPolicy
 from kvpact.cache.config import CacheConfig, config_facts, schema_of
@@ -35,7 +35,7 @@ from kvpact.cache.requests.table import Request, RequestReport
 from kvpact.cache.requests.ticket import Ticket
 from kvpact.cache.storing.tier import StorageTier
 from kvpact.cache.tree.events import CacheEvent
-from kvpact.cache.tree.node import STORAGE, Fill, SidePages, Tier, Tokens
+from kvpact.cache.tree.node import STORAGE, Fill, FillSide, SidePages, Tier, Tokens
 from kvpact.consensus.core.ballot import MASK62
 from kvpact.consensus.core.border import (
     as_count,
@@ -339,21 +339,26 @@ class HierarchicalCache:
     # -- when tokens were computed ---------------------------------------------------------------
 
     def insert(
-        self, request: str, tokens: Tokens, *, namespace: str = "", fill: Fill | None = None
+        self,
+        request: str,
+        tokens: Tokens,
+        *,
+        namespace: str = "",
+        fill_side: FillSide | None = None,
     ) -> InsertResult:
         """Put what the request computed into the tree, out of its own pages; queue its backup.
 
-        Only whole pages enter. With side pools ``fill(nodes, [], side)`` writes the state at the
+        Only whole pages enter. With side pools ``fill_side(nodes, side)`` writes the state at the
         end of ``tokens`` into side pages that are voted in the next steps: keep the state until it
-        was called. Until then, and without ``fill``, no match ends there. Raises :class:`Misuse`
-        where the request has fewer pages, or holds another prefix.
+        was called. Until then, and without it, no match ends there. Raises :class:`Misuse` where
+        the request has fewer pages, or holds another prefix.
         """
         tokens, inner = as_tokens(tokens), self.core.namespaces.inner(namespace)
-        fill = as_fill(fill)
+        fill_side = as_call("fill_side", "nodes, side", fill_side)
         live = self._live(request)
         if self.core.namespaces.is_older(live, namespace):
             return InsertResult([], 0, 0)
-        return self.core.own_insert.insert(live, tokens, inner, fill)
+        return self.core.own_insert.insert(live, tokens, inner, fill_side)
 
     def propose_insert(
         self,
@@ -362,17 +367,20 @@ class HierarchicalCache:
         *,
         namespace: str = "",
         fill: Fill | None = None,
+        fill_side: FillSide | None = None,
         hold: bool = False,
         priority: int = 0,
     ) -> bool:
         """Insert tokens whose pages are voted together with their backup in the next step.
 
-        False: refused at once, on every rank. ``fill(nodes, pages, side)`` writes the bytes as soon
-        as this rank holds the pages; ``side`` has the side pages of each pool with their positions.
-        With ``hold`` the path stays pinned until the request ends.
+        False: refused at once, on every rank. ``fill(nodes, pages)`` writes the bytes as soon as
+        this rank holds the pages, and ``fill_side(nodes, side)`` what belongs into side pages: by
+        pool, (position, page), counted from the first page of ``nodes``. With ``hold`` the path
+        stays pinned until the request ends.
         """
         request, inner = as_text("request", request), self.core.namespaces.inner(namespace)
-        tokens, fill = as_tokens(tokens), as_fill(fill)
+        tokens, fill = as_tokens(tokens), as_call("fill", "nodes, pages", fill)
+        fill_side = as_call("fill_side", "nodes, side", fill_side)
         hold, priority = as_flag("hold", hold), as_count("priority", priority)
         if len(tokens) < self.config.page_size:
             raise Misuse(f"request {request!r} inserts less than one page")
@@ -381,7 +389,7 @@ class HierarchicalCache:
         if live is not None and self.core.namespaces.is_older(live, namespace):
             return False
         holder = self.core.requests.open(request) if hold else None
-        return self.core.insert_line.propose(tokens, inner, fill, holder, priority)
+        return self.core.insert_line.propose(tokens, inner, fill, holder, priority, fill_side)
 
     def free(self, request: str, num_pages: int) -> None:
         """Give back the last ``num_pages`` of the pages that the request owns itself."""
@@ -396,13 +404,13 @@ class HierarchicalCache:
         tokens: Tokens | None = None,
         *,
         namespace: str = "",
-        fill: Fill | None = None,
+        fill_side: FillSide | None = None,
     ) -> RequestReport:
         """The request ends well: :meth:`insert`, unpin its path, free what it still owns."""
         live = self._live(request)
         self.core.namespaces.inner(namespace)
         if tokens is not None:
-            self.insert(request, tokens, namespace=namespace, fill=fill)
+            self.insert(request, tokens, namespace=namespace, fill_side=fill_side)
         report = self.report(request)
         self.journal.note(
             "finish",

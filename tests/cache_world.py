@@ -198,7 +198,12 @@ class World:
         tokens = prompt(text)
         answers = [
             rank.cache.propose_insert(
-                request, tokens, fill=rank.compute, hold=hold, namespace=namespace
+                request,
+                tokens,
+                fill=rank.compute,
+                fill_side=rank.compute_side,
+                hold=hold,
+                namespace=namespace,
             )
             for rank in self.ranks
         ]
@@ -257,7 +262,8 @@ class World:
     def insert(self, text: str, request: str) -> list[InsertResult]:
         """``insert`` everywhere; the counts must be the same."""
         results = [
-            rank.cache.insert(request, prompt(text), fill=rank.compute) for rank in self.ranks
+            rank.cache.insert(request, prompt(text), fill_side=rank.compute_side)
+            for rank in self.ranks
         ]
         assert len({(r.new_pages, r.duplicate_pages, len(r.pages)) for r in results}) == 1
         return results

@@ -46,6 +46,7 @@ VALUES: dict[str, tuple[Any, list[Any]]] = {
     "complete": (True, [1, None, "yes"]),
     "extra_pages": (1, COUNTS),
     "fill": (None, [7, "fill"]),
+    "fill_side": (None, [7, "fill"]),
     "hold": (False, [1, "no", None]),
     "iteration": (1, COUNTS),
     "layer": (0, [*COUNTS, 2]),

@@ -6,16 +6,26 @@ import pytest
 
 from kvpact.cache.core import CacheCore
 from kvpact.cache.paths.backup import Backup
+from kvpact.cache.paths.completion import SideOnly
 from kvpact.cache.residency.path import Path
 from kvpact.cache.tree.node import Tier
+from kvpact.cache.tree.side import SideSpec
 from kvpact.consensus.core.errors import InternalError
 from tests.cache_world import World
 
 MODES = ("write_through", "write_through_selective", "write_back", "buffer_only")
 
 
+def world_of(mode: str) -> World:
+    """One rank with all that this mode can have."""
+    if mode == "buffer_only":
+        return World(1, mode=mode, storage=True)
+    spec = SideSpec("mamba", "per_node")
+    return World(1, mode=mode, storage=True, side_pools=(spec,), side={"mamba": (4, 4)})
+
+
 def core_of(mode: str) -> CacheCore:
-    return World(1, mode=mode, storage=True).caches[0].core
+    return world_of(mode).caches[0].core
 
 
 def says(value: object) -> Callable[..., object]:
@@ -37,7 +47,7 @@ def kinds(base: type[Path]) -> set[type[Path]]:
 
 def test_every_path_stands_in_the_list_of_some_mode() -> None:
     listed = {type(path) for mode in MODES for path in core_of(mode).paths}
-    assert listed == kinds(Path) - {Backup}  # what three of them share
+    assert listed == kinds(Path) - {Backup, SideOnly}  # what several of them share
 
 
 PATHS = [(mode, type(path)) for mode in MODES for path in core_of(mode).paths]
@@ -50,7 +60,7 @@ def test_what_a_path_says_is_heard(
     called: list[str] = []
     for name in ("plan", "settled", "clear"):
         monkeypatch.setattr(kind, name, hears(called, name))
-    world = World(1, mode=mode, storage=True)
+    world = world_of(mode)
     cache = world.caches[0]
     world.step()
     assert called == ["plan", "settled"]
@@ -69,7 +79,7 @@ def test_what_a_path_says_is_heard(
 def test_pages_of_a_path_count(
     mode: str, kind: type[Path], tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = World(1, mode=mode, storage=True).caches[0]
+    cache = world_of(mode).caches[0]
     with monkeypatch.context() as patch:
         patch.setattr(kind, "held_pages", of_tier(tier, [0], []))
         with pytest.raises(InternalError, match=f"{tier.value}: 1 owned"):

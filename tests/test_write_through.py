@@ -28,7 +28,7 @@ def resident(world: World, text: str) -> None:
                 pages = cache.core.tiers.pools[DEVICE].reserve(node.num_pages)
                 assert pages is not None
                 cache.core.manager.ledger.charge("device", node.num_pages)
-                rank.compute([node], pages, {})
+                rank.compute([node], pages)
                 cache.core.tree.place(node, DEVICE, Residency.RESIDENT, pages)
 
 

@@ -18,16 +18,16 @@ from functools import partial
 from kvpact.cache.copies.mover import Direction
 from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
-from kvpact.cache.tree.node import Carriage, Fill, Node, Residency, Tier
+from kvpact.cache.tree.node import Carriage, FillSide, Node, Residency, Tier
 from kvpact.consensus.core.participant import Intent
 from kvpact.consensus.core.transaction import State
 
-__all__ = ["Completion", "HostCompletion"]
+__all__ = ["Completion", "HostCompletion", "SideOnly"]
 
 Decided = Callable[[list[Node]], None]
 
 
-class _SideOnly(Path):
+class SideOnly(Path):
     """The half of a participant that both tiers share: only side pages, all or nothing."""
 
     kind = ""
@@ -107,7 +107,7 @@ class _SideOnly(Path):
         self._open.clear()
 
 
-class Completion(_SideOnly):
+class Completion(SideOnly):
     """Participant for side pages on DEVICE of nodes that are there without them."""
 
     kind = "complete"
@@ -120,21 +120,21 @@ class Completion(_SideOnly):
         self._waiting: list[tuple[Carriage, Decided]] = []
         self._decided: dict[int, Decided] = {}
 
-    def add(self, path: list[Node], fill: Fill | None, decided: Decided) -> None:
+    def add(self, path: list[Node], fill_side: FillSide | None, decided: Decided) -> None:
         """The engine has computed all of ``path``: bring what it lacks at its end.
 
-        ``fill(nodes, [], side)`` is called in a later step, once this rank holds the side pages.
+        ``fill_side`` is called in a later step, once this rank holds the side pages.
         ``decided(path)`` is called when it is known what of it is complete: at once where nothing
         is lacking, or nobody can fill it.
         """
         side = self._tiers.side
-        lacking = side.lacking(path) if side and path and fill is not None else {}
+        lacking = side.lacking(path) if side and path and fill_side is not None else {}
         if not lacking or len(self._waiting) >= self._waiting_max:
             self._complete_host(path)
             decided(path)
             return
         carriage = _reduced(path, lacking)
-        carriage.fill, carriage.completes = fill, True
+        carriage.fill_side, carriage.completes = fill_side, True
         carriage.follow()
         self._waiting.append((carriage, decided))
 
@@ -209,8 +209,8 @@ class Completion(_SideOnly):
     def start(self, intent: Intent) -> None:
         """The engine writes its state into the pages: nothing runs, so nothing has to end."""
         carriage = self._open[intent.serial]
-        assert carriage.fill is not None
-        carriage.fill(carriage.nodes, [], carriage.side)
+        assert carriage.fill_side is not None
+        carriage.fill_side(carriage.nodes, carriage.side)
         self._tiers.manager.mark_ended(intent)
 
     def ended(self, intent: Intent) -> None:
@@ -226,7 +226,7 @@ class Completion(_SideOnly):
         self._decided.clear()
 
 
-class HostCompletion(_SideOnly):
+class HostCompletion(SideOnly):
     """Participant for the copies of such side pages to nodes that are on HOST without them."""
 
     kind = "back_up_side"

@@ -13,7 +13,7 @@ from kvpact.cache.paths.load_back import LoadBack
 from kvpact.cache.requests.results import InsertResult
 from kvpact.cache.requests.table import Request, RequestTable
 from kvpact.cache.residency.tiers import Tiers
-from kvpact.cache.tree.node import Fill, Node, Residency, Tier, Tokens
+from kvpact.cache.tree.node import FillSide, Node, Residency, Tier, Tokens
 from kvpact.consensus.core.errors import Misuse
 
 __all__ = ["OwnInsert"]
@@ -37,7 +37,7 @@ class OwnInsert:
         self._completion = completion
 
     def insert(
-        self, live: Request, tokens: Tokens, namespace: str, fill: Fill | None = None
+        self, live: Request, tokens: Tokens, namespace: str, fill_side: FillSide | None = None
     ) -> InsertResult:
         """See :meth:`kvpact.cache.hierarchical_cache.HierarchicalCache.insert`."""
         tiers = self._tiers
@@ -61,7 +61,7 @@ class OwnInsert:
         tiers.prune()
         self._requests.hold(live, placed[-1] if placed else None)
         tiers.manager.note("insert_own", live.name, new, duplicate)
-        self._completion.add(placed, fill, self._backup.add_path)
+        self._completion.add(placed, fill_side, self._backup.add_path)
         pages = [page for node in placed for page in node.device.pages]
         return InsertResult(pages, new, duplicate)
 

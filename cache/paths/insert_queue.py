@@ -13,7 +13,7 @@ from kvpact.cache.paths.completion import Completion
 from kvpact.cache.paths.insert_voted import Insertion, Proposal
 from kvpact.cache.requests.table import Request, RequestTable
 from kvpact.cache.residency.path import Path
-from kvpact.cache.tree.node import Fill, Node, Tokens
+from kvpact.cache.tree.node import Fill, FillSide, Node, Tokens
 from kvpact.cache.tree.radix_tree import RadixTree
 from kvpact.consensus.core.errors import Misuse
 
@@ -23,7 +23,7 @@ __all__ = ["InsertLine"]
 class _Wish:
     """One insert that was asked for. ``holder`` pins the path until its request ends."""
 
-    __slots__ = ("fill", "holder", "namespace", "priority", "tokens")
+    __slots__ = ("fill", "fill_side", "holder", "namespace", "priority", "tokens")
 
     def __init__(
         self,
@@ -32,10 +32,12 @@ class _Wish:
         fill: Fill | None,
         holder: Request | None,
         priority: int,
+        fill_side: FillSide | None,
     ) -> None:
         self.tokens = tokens
         self.namespace = namespace
         self.fill = fill
+        self.fill_side = fill_side
         self.holder = holder
         self.priority = priority
 
@@ -68,11 +70,12 @@ class InsertLine(Path):
         fill: Fill | None,
         holder: Request | None,
         priority: int = 0,
+        fill_side: FillSide | None = None,
     ) -> bool:
         """Insert whole pages of ``tokens``; False: refused at once, on every rank."""
         if len(tokens) < self._tree.page_size:
             raise Misuse(f"{len(tokens)} tokens are less than one page")
-        wish = _Wish(tokens.copy(), namespace, fill, holder, priority)
+        wish = _Wish(tokens.copy(), namespace, fill, holder, priority, fill_side)
         proposal = Proposal.WAITS if self._line else self._try(wish)
         if proposal is Proposal.WAITS:
             if len(self._line) >= self._waiting_max:
@@ -118,14 +121,14 @@ class InsertLine(Path):
                 holder.why = "its insert was refused"
                 self._requests.hold(holder, None)
 
-        proposal = self._insertion.propose(path, wish.fill, refused)
+        proposal = self._insertion.propose(path, wish.fill, refused, wish.fill_side)
         if proposal is Proposal.REFUSED:
             refused()
         elif proposal is Proposal.OPENED:
             if holder is not None:
                 self._requests.hold(holder, path[-1])
             self._backup.add_path(path)
-            self._completion.add(path, wish.fill, _nothing)
+            self._completion.add(path, wish.fill_side, _nothing)
         return proposal
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvpact.cache.residency.path import Path
 from kvpact.cache.residency.tiers import Tiers
-from kvpact.cache.tree.node import Carriage, Fill, Node, Residency, Tier
+from kvpact.cache.tree.node import Carriage, Fill, FillSide, Node, Residency, Tier
 from kvpact.consensus.core.participant import Intent
 
 __all__ = ["Insertion", "Proposal", "open_loads"]
@@ -40,11 +40,15 @@ class Insertion(Path):
     # -- the call --------------------------------------------------------------------------------
 
     def propose(
-        self, path: list[Node], fill: Fill | None, on_refused: Callable[[], None]
+        self,
+        path: list[Node],
+        fill: Fill | None,
+        on_refused: Callable[[], None],
+        fill_side: FillSide | None = None,
     ) -> Proposal:
         """Ask for device pages for what of ``path`` has none.
 
-        ``fill(nodes, pages, side)`` is called once this rank holds the pages, before anything reads
+        ``fill`` and ``fill_side`` are called once this rank holds the pages, before anything reads
         them. ``on_refused`` is called when the verdict is no; where other inserts bring all of the
         path, when theirs is.
         """
@@ -69,7 +73,8 @@ class Insertion(Path):
             if intent is Proposal.REFUSED:
                 self.refuse(path[-1].node_id)
             return intent
-        carriage.intent, carriage.fill = intent, fill
+        carriage.intent = intent
+        carriage.fill, carriage.fill_side = fill, fill_side
         carriage.on_refused.append(on_refused)
         self._carriages[intent.serial] = carriage
         built_on = open_loads(path)
@@ -141,7 +146,9 @@ class Insertion(Path):
         """The engine computes into the pages; a backup may read them from now on."""
         carriage = self._carriages[intent.serial]
         if carriage.fill is not None:
-            carriage.fill(carriage.nodes, carriage.pages, carriage.side)
+            carriage.fill(carriage.nodes, carriage.pages)
+        if carriage.fill_side is not None:
+            carriage.fill_side(carriage.nodes, carriage.side)
         self._unread.append(carriage)
 
     def end_unread(self) -> None:

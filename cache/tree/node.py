@@ -14,6 +14,7 @@ __all__ = [
     "STORAGE",
     "Carriage",
     "Fill",
+    "FillSide",
     "Node",
     "Presence",
     "Residency",
@@ -185,9 +186,10 @@ class Node:
         return nodes
 
 
-#: Writes what an engine computed for nodes into this rank's device ``pages`` of them, one after the
-#: other, and into their side pages, whose positions count from the first page of the first node.
-Fill = Callable[[list[Node], list[int], SidePages], None]
+#: Writes what an engine computed for nodes into this rank's device pages of them, in their order.
+Fill = Callable[[list[Node], list[int]], None]
+#: Likewise into their side pages, whose positions count from the first page of the first node.
+FillSide = Callable[[list[Node], SidePages], None]
 
 
 class Carriage:
@@ -208,6 +210,7 @@ class Carriage:
         "completes",
         "copy_tickets",
         "fill",
+        "fill_side",
         "good",
         "intent",
         "is_void",
@@ -234,6 +237,7 @@ class Carriage:
         self.good: list[tuple[int, bool]] = []
         self.intent: Intent | None = None
         self.fill: Fill | None = None
+        self.fill_side: FillSide | None = None
         self.is_void = False
         self.completes = False
         self.readers: list[tuple[str, Node]] = []

@@ -117,18 +117,21 @@ class Rank:
         if self.workers is not None:
             self.workers.close()
 
-    def compute(
-        self, nodes: list[Node], pages: list[int], side_pages: SidePages, wrong: int = 0
-    ) -> None:
-        """Write what an engine would compute for ``nodes`` into device ``pages``, in order, and
-        into the side pages that were reserved for them; other bytes where ``wrong`` is not 0."""
-        hashes = [page_hash for node in nodes for page_hash in hashes_of(self.cache, node)]
-        hashes = [one ^ wrong for one in by_weights(hashes, self.cache.weights)]
-        fill_pages(self.tensors[Tier.DEVICE], pages, hashes[: len(pages)], self.cache.rank)
+    def compute(self, nodes: list[Node], pages: list[int]) -> None:
+        """Write what an engine would compute for ``nodes`` into device ``pages``, in order."""
+        fill_pages(self.tensors[Tier.DEVICE], pages, self._contents(nodes), self.cache.rank)
+
+    def compute_side(self, nodes: list[Node], side_pages: SidePages, wrong: int = 0) -> None:
+        """Write their state into side pages; other bytes where ``wrong`` is not 0."""
+        contents = self._contents(nodes)
         for side in self.side:
             held = side_pages.get(side.spec.name, [])
-            own = [hashes[position] for position, _ in held]
+            own = [contents[position] ^ wrong for position, _ in held]
             fill_pages(side.mover.device, [page for _, page in held], own, self.cache.rank)
+
+    def _contents(self, nodes: list[Node]) -> list[int]:
+        hashes = [page_hash for node in nodes for page_hash in hashes_of(self.cache, node)]
+        return by_weights(hashes, self.cache.weights)
 
     def wrong_bytes(self, nodes: list[Node] | None = None) -> list[str]:
         """See :func:`kvpact.harness.verify.agreement.wrong_bytes`."""

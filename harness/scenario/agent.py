@@ -314,6 +314,7 @@ class Agent:
             expand(entry.tokens),
             namespace=entry.namespace,
             fill=self.rank.compute,
+            fill_side=self.rank.compute_side,
             hold=entry.hold,
             priority=entry.priority,
         )

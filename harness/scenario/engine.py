@@ -112,7 +112,7 @@ class Engine:
             name,
             running.tokens[: end * size],
             namespace=running.namespace,
-            fill=partial(self._rank.compute, wrong=wrong),
+            fill_side=partial(self._rank.compute_side, wrong=wrong),
         )
 
     def free(self, name: str, num_pages: int) -> None:
