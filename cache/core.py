@@ -205,6 +205,11 @@ class CacheCore:
         for hear in self._hear:
             hear()
 
+    def is_at_rest(self) -> bool:
+        """Nothing is open, waits or runs: only a call can change that."""
+        is_still = not self.has_pending and not self.tiers.copier.is_busy
+        return is_still and (self.storage is None or not self.storage.io.is_busy)
+
     def live_digest(self) -> int:
         """Digest the live requests."""
         return self.requests.digest

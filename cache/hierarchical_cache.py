@@ -152,7 +152,9 @@ class HierarchicalCache:
 
     def begin_step(self, iteration: int) -> None:
         """The first half of :meth:`step`, for callers that must not block."""
-        self.stepper.begin(as_count("iteration", iteration, most=MASK62))
+        if type(iteration) is not int or not 0 <= iteration <= MASK62:
+            iteration = as_count("iteration", iteration, most=MASK62)
+        self.stepper.begin(iteration)
         if self.observer is not None:
             self.observer.began()
 

@@ -31,6 +31,7 @@ class Engine:
         self.prepare: Callable[[], None] = manager.reserve_open
         self.settled: Callable[[list[Outcome]], None] = lambda _: None
         self.live_digest: Callable[[], int] = int
+        self.is_at_rest: Callable[[], bool] = bool
         self.waits: Callable[[], Mapping[str, str]] = dict
 
 

@@ -49,3 +49,4 @@ def test_an_engine_that_gives_no_functions_is_a_machine_that_only_reserves() -> 
     machine.settled([])
     assert machine.live_digest() == 0
     assert machine.waits() == {}
+    assert not machine.is_at_rest()

@@ -152,6 +152,11 @@ class Copier:
                     copy.on_end(copy.index, copy.ok)
 
     @property
+    def is_busy(self) -> bool:
+        """A part of some route is queued, or has not ended on this rank."""
+        return any(route.running for route in self._routes.values())
+
+    @property
     def num_running(self) -> int:
         """KV parts that have not ended on this rank."""
         return len(self._routes[_KV].running)

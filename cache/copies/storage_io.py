@@ -99,6 +99,11 @@ class StorageIo:
         if ticket in self._open:
             self._ended(self.workers.abandon(ticket))
 
+    @property
+    def is_busy(self) -> bool:
+        """A request has not ended on this rank."""
+        return bool(self._open)
+
     def collect(self) -> None:
         """Tell everyone concerned which of their requests have ended on this rank."""
         for ending in self.workers.collect():

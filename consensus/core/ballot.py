@@ -22,7 +22,17 @@ from numpy.typing import NDArray
 
 from kvpact.consensus.core.errors import Misuse
 
-__all__ = ["HEADER_FIELDS", "MASK62", "Header", "Schema", "Status", "Verdict", "tally"]
+__all__ = [
+    "HEADER_FIELDS",
+    "MASK62",
+    "Header",
+    "Schema",
+    "Status",
+    "Verdict",
+    "repeated",
+    "tally",
+    "told_the_same",
+]
 
 Vector = NDArray[np.int64]
 
@@ -33,6 +43,7 @@ MASK62 = (1 << 62) - 1
 HEADER_FIELDS = ("schema", "epoch", "step", "iteration", "round", "fingerprint", "live")
 
 _STEP = 2 * HEADER_FIELDS.index("step")
+_ITERATION = 2 * HEADER_FIELDS.index("iteration")
 _STATUS = 2 * len(HEADER_FIELDS)
 _CLOCK = _STATUS + 1
 _POOLS = _CLOCK + 1
@@ -161,3 +172,22 @@ def tally(schema: Schema, reduced: Vector, num_slots: int | None = None) -> Verd
         votes=slots[0::2],
         ended=slots[1::2],
     )
+
+
+def repeated(ballot: Vector, step: int, iteration: int, clock_ms: int) -> Vector:
+    """A new ballot that says what ``ballot`` says, of another step."""
+    vector = ballot.copy()
+    vector[_STEP : _STEP + 2] = step, -step
+    vector[_ITERATION : _ITERATION + 2] = iteration, -iteration
+    vector[_CLOCK] = clock_ms
+    return vector
+
+
+def told_the_same(reduced: Vector, posted: Vector, usable: list[int]) -> int:
+    """The agreed clock, where all ranks said what ``posted`` says; -1 where they did not.
+
+    ``usable`` are the pages by pool that were agreed before. For ballots that carry no intent.
+    """
+    head: list[int] = reduced[: _POOLS + len(usable)].tolist()
+    is_same = head[:_CLOCK] == posted[:_CLOCK].tolist() and head[_POOLS:] == usable
+    return head[_CLOCK] if is_same else -1

@@ -63,6 +63,8 @@ class Journal:
         self._lines: list[Entry] = []
         self._file: BinaryIO | None = None
         self._has_begun = False
+        #: There is a file: facts are worth the making.
+        self.is_written = path is not None
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,11 +109,6 @@ class Journal:
         self.flush()
         self._has_begun = True
 
-    @property
-    def is_written(self) -> bool:
-        """There is a file: facts are worth the making."""
-        return self._file is not None
-
     def begin_epoch(self, epoch: int) -> None:
         """Start counting anew: nothing of an earlier epoch is in the fingerprint of this one."""
         self.epoch = epoch
@@ -151,6 +148,7 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+            self.is_written = False
 
     def _write(self, entry: Entry) -> None:
         self._lines.append(entry)

@@ -18,7 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kvpact.consensus.core.ballot import Header, Schema, Status, Vector, Verdict, tally
+from kvpact.consensus.core.ballot import (
+    Header,
+    Schema,
+    Status,
+    Vector,
+    Verdict,
+    repeated,
+    tally,
+    told_the_same,
+)
 from kvpact.consensus.core.errors import InternalError, Misuse
 from kvpact.consensus.core.journal import Journal, Value
 from kvpact.consensus.core.ledger import Ledger
@@ -33,7 +42,8 @@ class PostedBallot(msgspec.Struct, frozen=True):
     """What a ballot said when it was posted: the slot map of that step.
 
     ``intents`` were open then; ``voted`` are those of them whose vote it carries, the rest may only
-    end. Slots from ``num_slots`` on were not in use.
+    end. Slots from ``num_slots`` on were not in use. ``repeats``: it said what the ballot before it
+    had said, and this is what it said.
     """
 
     step: int
@@ -41,6 +51,7 @@ class PostedBallot(msgspec.Struct, frozen=True):
     intents: tuple[Intent, ...]
     voted: tuple[Intent, ...]
     num_slots: int
+    repeats: Vector | None = None
 
 
 class TransactionManager:
@@ -86,6 +97,12 @@ class TransactionManager:
         self._posted: deque[PostedBallot] = deque()
         self._num_opened = 0
         self._schema_digest = schema.digest
+        #: The ballot posted last; before the first, and in a new epoch, one that was never posted.
+        self.newest = PostedBallot(0, Header(self._schema_digest, 0, 0, 0, 0, 0, 0), (), (), 0)
+        self._said: Vector | None = (
+            None  # the newest ballot, where one without intents could follow
+        )
+        self._agreed: list[int] = []  # usable pages by pool, of the newest verdict
 
     # -- proposing: agreed calls, in the same order on every rank ---------------------------------
 
@@ -308,7 +325,41 @@ class TransactionManager:
         voted = () if is_broken else tuple(self._unposted)
         num_slots = self._write_slots(vector, intents)
         self.journal.fact("post", iteration, len(intents))
-        self._posted.append(PostedBallot(self.step, header, intents, voted, num_slots))
+        self.newest = PostedBallot(self.step, header, intents, voted, num_slots)
+        self._posted.append(self.newest)
+        is_plain = status is Status.HEALTHY and not intents and not round_number
+        self._said = vector if is_plain else None
+        return vector
+
+    @property
+    def can_repeat(self) -> bool:
+        """Nothing is open or about to be free, and the newest ballot carried nothing.
+
+        Then the next ballot may say the same: agreed, but for what a caller knows besides.
+        """
+        is_settled = self._said is not None and not self._open and not self.ledger.is_cooling
+        return is_settled and self.num_free_slots == self.schema.num_slots
+
+    def post_again(self, iteration: int, now_ms: int) -> Vector:
+        """The ballot of a step before which nothing has happened: it says what the last one said.
+
+        The caller knows that no agreed call and no fact came in between. Raises :class:`Misuse`,
+        and has changed nothing, where the last ballot cannot be repeated.
+        """
+        said = self._said
+        if said is None or self._open or len(self._posted) > self.lag:
+            raise Misuse("the last ballot cannot be repeated: post a new one")
+        self.step += 1
+        self.journal.step = self.step
+        last = self.newest.header
+        header = Header(
+            last.schema, last.epoch, self.step, iteration, 0, last.fingerprint, last.live
+        )
+        vector = repeated(said, self.step, iteration, now_ms)
+        if self.journal.is_written:
+            self.journal.fact("post", iteration, 0)
+        self.newest = PostedBallot(self.step, header, (), (), 0, vector)
+        self._posted.append(self.newest)
         return vector
 
     def _write_slots(self, vector: Vector, intents: tuple[Intent, ...]) -> int:
@@ -341,21 +392,22 @@ class TransactionManager:
         """The ballot whose verdict is settled next."""
         return self._posted[0] if self._posted else None
 
-    @property
-    def newest_header(self) -> Header:
-        """The header of the ballot posted last. Raises :class:`Misuse` before the first."""
-        if not self._posted:
-            raise Misuse("no ballot is in flight")
-        return self._posted[-1].header
-
-    @property
-    def newest_num_slots(self) -> int:
-        """How many slots the ballot posted last has in use."""
-        return self._posted[-1].num_slots if self._posted else 0
-
     def read(self, reduced: Vector) -> Verdict:
         """The verdict in the reduced oldest ballot; nothing is applied."""
         return tally(self.schema, reduced, self._posted[0].num_slots if self._posted else None)
+
+    def told_again(self, reduced: Vector) -> int:
+        """The agreed clock, if the oldest ballot repeats another and all ranks say the same.
+
+        -1: it does not, and :meth:`read` tells what there is to settle.
+        """
+        said = self._posted[0].repeats
+        return -1 if said is None else told_the_same(reduced, said, self._agreed)
+
+    def settle_again(self, clock_ms: int) -> None:
+        """Settle the oldest ballot, which has :meth:`told_again` what was settled before."""
+        self.settled_step = self._posted.popleft().step
+        self.clock_ms = clock_ms
 
     def settle(self, verdict: Verdict) -> list[Outcome]:
         """Apply the verdict of the oldest posted ballot; the outcomes, in the order applied.
@@ -375,6 +427,7 @@ class TransactionManager:
         posted = self._posted.popleft()
         self.settled_step = posted.step
         self.clock_ms = verdict.clock_ms
+        self._agreed = list(verdict.usable.values())
         self.ledger.agree(verdict.usable)
         self.ledger.settle(posted.step)
         outcomes: list[Outcome] = []
@@ -465,6 +518,8 @@ class TransactionManager:
         self._by_key.clear()
         self._unposted.clear()
         self._posted.clear()
+        self._said = None
+        self._agreed = []
         self._num_opened = 0
         self._slots = SlotTable(self.schema.num_slots, self.lag)
         self.ledger.clear()

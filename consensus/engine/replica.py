@@ -93,6 +93,10 @@ class EngineMachine:
         if self._submit is not None:
             self._submit()
 
+    def is_at_rest(self) -> bool:
+        """False: the engine's own plan may hear of its copies in every step."""
+        return False
+
     def settled(self, outcomes: list[Outcome]) -> None:
         """Tell the engine what was settled."""
         if self._settled is not None:

@@ -21,6 +21,16 @@ class Machine(Protocol):
         """Plan from agreed state, reserve what is open, start copies."""
         ...
 
+    def is_at_rest(self) -> bool:
+        """Say whether nothing can change before the next call: no copy runs, nobody waits.
+
+        Waiting for room, for a slot or for the clock is waiting, too.
+
+        Then, if ``prepare`` decided nothing, it would again decide nothing: until the next agreed
+        call neither it nor ``settled`` is called. A fact of this rank. False is always right.
+        """
+        ...
+
     def settled(self, outcomes: list[Outcome], /) -> None:
         """Hear the outcomes of one settled ballot; the participants have heard of theirs."""
         ...

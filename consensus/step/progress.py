@@ -15,7 +15,7 @@ __all__ = ["Progress", "Waits", "describe"]
 #: What waits and is no intent yet (tickets in a line), by name, with what it waits for. Agreed.
 Waits = Callable[[], Mapping[str, str]]
 
-#: How often within the bound it is looked at those who wait in a line.
+#: Looks within the bound.
 _LOOKS = 16
 #: So many open intents are described in a report.
 MAX_DESCRIBED = 32
@@ -31,18 +31,25 @@ class Progress:
         self._bound_ms = round(bound_s * 1000)
         self._waits = waits
         self._since: dict[str, int] = {}
-        self._look_at_ms = 0
+        self.look_at_ms = 0  # before this nothing can be overdue that was not told
         self._looked_ms = self._woke_ms = 0
 
     def restart(self) -> None:
         """A new epoch, and so a new clock: all ages begin anew."""
         self._since.clear()
-        self._look_at_ms = 0
+        self.look_at_ms = 0
         self._looked_ms = self._woke_ms = 0
 
     def overdue(self) -> str:
-        """Who has outlived its bound, and what it waits for; empty: nobody. Once a settled step."""
+        """Say who has outlived its bound, and what it waits for; empty: nobody.
+
+        Called with each settled step. It looks a few times within the bound, at the same moments of
+        the agreed clock on all ranks, so what is overdue is told so much later at most.
+        """
         now_ms = self._manager.clock_ms
+        if now_ms < self.look_at_ms:
+            return ""
+        self.look_at_ms = now_ms + self._bound_ms // _LOOKS
         # While nobody stepped nothing could get on: an engine that was idle for an hour opens its
         # next intent by the clock of its last step, and must not find it an hour old.
         if now_ms - self._looked_ms > self._bound_ms // 2:
@@ -53,9 +60,8 @@ class Progress:
             age_ms = now_ms - max(oldest.opened_ms, self._woke_ms)
             if age_ms > self._bound_ms:
                 return _line(f"{oldest.kind} {oldest.key}", age_ms, _lacks(oldest))
-        if self._waits is None or now_ms < self._look_at_ms:
+        if self._waits is None:
             return ""
-        self._look_at_ms = now_ms + self._bound_ms // _LOOKS
         waits = self._waits()
         self._since = {name: self._since.get(name, now_ms) for name in waits}
         for name, since_ms in self._since.items():

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from importlib import metadata
 
@@ -107,13 +106,15 @@ class Stepper:
             on_incident=on_incident,
         )
         self._is_leaving = False
-        self._works: deque[InFlight] = deque()
         self._headers: dict[int, Header] = {}
         self._held: dict[int, Vector] = {}
         self._posted_at: dict[int, float] = {}
         self._stage = Stage.IDLE
         self._iteration = 0
         self._round = 0
+        self._rests_with: tuple[int, int] | None = None  # decisions and live requests, at rest
+        self._waiting_since = 0.0
+        self._has_to_wait = False
         self._outcomes: list[Outcome] = []
         self._started = group.now()
         if manager.journal.is_written:
@@ -144,7 +145,12 @@ class Stepper:
             raise Misuse(f"the scheduler's iteration must not be negative, got {iteration}")
         self._iteration = iteration
         self._round = 0
-        self._begin(is_ending=is_ending)
+        self._outcomes = []
+        self.num_steps += 1
+        if is_ending:
+            self._closing_from = Stage.BEGUN
+        else:
+            self._start()
 
     def begin_round(self) -> None:
         """Between two steps: an extra round of the same iteration, settled at once (agreed call).
@@ -157,15 +163,9 @@ class Stepper:
         if self._stage is not Stage.IDLE:
             raise Misuse("an extra round is for between two steps")
         self._round += 1
-        self._begin(is_ending=False)
-
-    def _begin(self, *, is_ending: bool) -> None:
         self._outcomes = []
         self.num_steps += 1
-        if is_ending:
-            self._closing_from = Stage.BEGUN
-        else:
-            self._start()
+        self._start()
 
     def poll(self) -> list[Outcome] | None:
         """Go on as far as possible; the outcomes once the step is over, ``None`` before."""
@@ -188,7 +188,7 @@ class Stepper:
 
     def _go_on(self) -> list[Outcome] | None:
         before: Stage | None = None
-        while self._stage is not before:
+        while before is None or self._stage is not before:
             before = self._stage
             match before:
                 case Stage.BEGUN:
@@ -198,7 +198,10 @@ class Stepper:
                 case Stage.POST:
                     self._post()
                 case Stage.AWAIT if self._settled():
-                    self._await_rest()
+                    if self.in_flight:
+                        self._await(Stage.AWAIT)  # until its ballot has said that it is broken
+                    else:
+                        self._stage = Stage.DONE
                 case Stage.CLOSING:
                     self._close()
                 case Stage.OPENING:
@@ -214,11 +217,11 @@ class Stepper:
 
     def pause(self) -> None:
         """Wait a little for what :meth:`poll` is waiting for."""
-        if self._stage in (Stage.CLOSING, Stage.OPENING) or not self._works:
+        if self._stage in (Stage.CLOSING, Stage.OPENING) or not self.in_flight:
             time.sleep(0.005)
             return
         try:
-            self._works[0].work.wait(self.limits.slice_s)
+            self.in_flight[0].work.wait(self.limits.slice_s)
         except PeerLost:
             return  # poll meets it again and closes the epoch
 
@@ -227,7 +230,7 @@ class Stepper:
         step, now, closer = self.manager.settled_step + 1, self.group.now(), self.change.closer
         is_asked = self._stage is Stage.IDLE and not self.observation.is_off
         if is_asked and self._verdict_wait.are_others_closing(step, now, closer):
-            self._verdict_wait.begin(now)
+            self._waiting_since = now
             self._give_up("asked", step)
         if self._stage in (Stage.CLOSING, Stage.OPENING):
             self.poll()
@@ -289,9 +292,15 @@ class Stepper:
         return self._stage.value
 
     @property
+    def rests(self) -> bool:
+        """The next ballot of this rank says the same as the last, unless something is called."""
+        mark = (self.manager.journal.fingerprint, self._machine.live_digest())
+        return self._rests_with == mark
+
+    @property
     def num_in_flight(self) -> int:
         """Ballots posted and not settled."""
-        return len(self._works)
+        return len(self.in_flight)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -301,22 +310,17 @@ class Stepper:
             manager = self.manager
             self._beacon.at(manager.epoch, manager.step, stage.value, self.num_collectives)
 
-    def _await(self, stage: Stage) -> None:
-        self._verdict_wait.begin(self.group.now())
+    def _await(self, stage: Stage, now: float | None = None) -> None:
+        self._waiting_since = self.group.now() if now is None else now
+        self._has_to_wait = False
         self._enter(stage)
 
-    def _await_rest(self) -> None:
-        """A rank whose preparation failed waits until its own ballot has told the others."""
-        if self._works:
-            self._await(Stage.AWAIT)
-        else:
-            self._enter(Stage.DONE)
-
     def _start(self) -> None:
-        self.observation.entered_step()
+        if self.observation.is_on:
+            self.observation.entered_step()
         # An extra round is settled at once, so it waits for all that is in flight before it.
         allowed = 0 if self._round else max(0, self.manager.lag - 1)
-        if len(self._works) > allowed:
+        if len(self.in_flight) > allowed:
             self._await(Stage.AWAIT_LAGGED)
         else:
             self._enter(Stage.POST)
@@ -325,44 +329,63 @@ class Stepper:
         """Post the ballot, whatever happens before: a rank that keeps silent stalls all others."""
         manager = self.manager
         vector = self._ballot()
-        posted = manager.step
-        self._posted_at[posted] = self.group.now()
+        now, posted = self.group.now(), manager.step
+        self._posted_at[posted] = now
         self._posted_at.pop(posted - manager.lag - 2, None)
-        self._headers[posted] = manager.newest_header
+        newest = manager.newest
+        self._headers[posted] = newest.header
         self._headers.pop(posted - manager.lag - _HEADERS_KEPT, None)
         self.num_collectives += 1
         work = self.group.min(vector)
-        self._works.append(
-            InFlight(manager.epoch, manager.newest_header, manager.newest_num_slots, work, vector)
-        )
-        self.in_flight = tuple(self._works)
+        posted_now = InFlight(manager.epoch, newest.header, newest.num_slots, work, vector)
+        self.in_flight = (*self.in_flight, posted_now)
         if manager.lag and not self._round and self._cause is None:
-            self._enter(Stage.DONE)
+            self._stage = Stage.DONE
         else:
-            self._await(Stage.AWAIT)
+            self._await(Stage.AWAIT, now)
 
     def _ballot(self) -> Vector:
         now_ms = int((self.group.now() - self._started - self._paused_s) * 1000)
         if self._cause is None:
             try:
-                self._machine.prepare()
-                return self.manager.post(
-                    self._iteration,
-                    live=self._machine.live_digest(),
-                    now_ms=now_ms,
-                    status=Status.LEAVING if self._is_leaving else Status.HEALTHY,
-                    round_number=self._round,
-                )
+                if self._has_nothing_new():
+                    return self.manager.post_again(self._iteration, now_ms)
+                return self._new_ballot(now_ms)
             except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
                 self._caught(error, "preparing its ballot")
         return self.manager.post(
             self._iteration, now_ms=now_ms, status=Status.BROKEN, round_number=self._round
         )
 
+    def _has_nothing_new(self) -> bool:
+        """Nothing was called or ended since a step in which this rank decided nothing, at rest."""
+        if self._rests_with is None or self._round or self._is_leaving:
+            return False
+        live = self._machine.live_digest()
+        return self._rests_with == (self.manager.journal.fingerprint, live)
+
+    def _new_ballot(self, now_ms: int) -> Vector:
+        manager, machine = self.manager, self._machine
+        before = manager.journal.fingerprint
+        machine.prepare()
+        live = machine.live_digest()
+        # Who only observes compares anew after a finding: there every ballot is looked into.
+        is_new = before != manager.journal.fingerprint or self.observation.is_on
+        rests = not is_new and machine.is_at_rest()
+        vector = manager.post(
+            self._iteration,
+            live=live,
+            now_ms=now_ms,
+            status=Status.LEAVING if self._is_leaving else Status.HEALTHY,
+            round_number=self._round,
+        )
+        self._rests_with = (before, live) if rests and manager.can_repeat else None
+        return vector
+
     def _settled(self) -> bool:
         """Settle the oldest ballot if its verdict is there; start closing where that cannot be."""
         now = self.group.now()
-        oldest = self._works[0]
+        oldest = self.in_flight[0]
         is_old = oldest.epoch != self.manager.epoch
         # Of an epoch that was ended by an agreed call all ballots were posted: nobody is late.
         step = 0 if is_old else self.manager.settled_step + 1
@@ -372,37 +395,58 @@ class Stepper:
             self._give_up("lost", step, detail=error.message)
             return False
         if not done:
+            if not self._has_to_wait:
+                self._has_to_wait = True
+                self._verdict_wait.begin(self._waiting_since)
             if why := self._verdict_wait.look_around(step, now, self.change.closer):
                 self._give_up(why, step)
             return False
-        self.waited_s += self._verdict_wait.waited_s(now)
+        self.waited_s += now - self._waiting_since
         if self.observation.is_off and not is_old:
             return self._settle_alone(step, oldest.work.result())
         if not is_old:
             return self._settle(step, now, oldest.work.result())
-        self._pop_work()
+        self.in_flight = self.in_flight[1:]
         return True
 
     def _settle(self, step: int, now: float, reduced: Vector) -> bool:
-        verdict = self.manager.read(reduced)
+        clock_ms = self.manager.told_again(reduced)
+        verdict = None if clock_ms >= 0 else self.manager.read(reduced)
+        if verdict is not None and not self._is_sound(step, verdict):
+            return False
+        if self._is_late(step, now) and not self.change.closer.claim_settled(step):
+            self._give_up("late", step)
+            return False
+        self.in_flight = self.in_flight[1:]
+        # For ranks that have not heard of it when the epoch ends.
+        self._held[step] = reduced
+        self._held.pop(step - self.manager.lag - 2, None)
+        if verdict is None:
+            self.manager.settle_again(clock_ms)
+        elif not self._applied(step, reduced, verdict):
+            return False
+        is_look_due = self.manager.clock_ms >= self._progress.look_at_ms
+        if is_look_due and (stuck := self._progress.overdue()):
+            self._give_up("stuck", step, detail=stuck)
+            return False
+        return True
+
+    def _is_sound(self, step: int, verdict: Verdict) -> bool:
+        """Whether the ranks agree, and none is broken; else the epoch is being closed."""
         if verdict.status is Status.BROKEN and verdict.mismatch in _CUT_SHORT:
             self._give_up("broken", step, broken_rank=verdict.status_rank)
             return False
         if verdict.mismatch and not self._looks_over(verdict):
             self._give_up("mismatch", step)
             return False
-        if self._is_late(step, now) and not self.change.closer.claim_settled(step):
-            self._give_up("late", step)
-            return False
-        self._pop_work()
+        return True
+
+    def _applied(self, step: int, reduced: Vector, verdict: Verdict) -> bool:
         try:
             self._apply(step, reduced, verdict)
         except Exception as error:  # noqa: BLE001 - the peers must hear of it, and they do not yet
             self._caught(error, "settling")
             self._give_up("broken", self.manager.settled_step + 1, broken_rank=self.group.rank)
-            return False
-        if stuck := self._progress.overdue():
-            self._give_up("stuck", step, detail=stuck)
             return False
         return True
 
@@ -416,7 +460,7 @@ class Stepper:
 
     def _settle_alone(self, step: int, own: Vector) -> bool:
         """Nobody is asked any more; what goes wrong is told, and is for nobody else to hear."""
-        self._pop_work()
+        self.in_flight = self.in_flight[1:]
         verdict = self.manager.read(own)
         if verdict.status is Status.BROKEN:
             verdict = msgspec.structs.replace(verdict, status=Status.HEALTHY)
@@ -433,13 +477,7 @@ class Stepper:
         _log.error("rank %d met an exception while %s, step %d", rank, doing, step, exc_info=error)
         self._cause = self._cause or error
 
-    def _pop_work(self) -> None:
-        self._works.popleft()
-        self.in_flight = tuple(self._works)
-
     def _apply(self, step: int, reduced: Vector, verdict: Verdict) -> None:
-        self._held[step] = reduced
-        self._held.pop(step - self.manager.lag - 2, None)
         if self.observation.is_on:
             if not verdict.mismatch:
                 self.observation.saw_equal()
@@ -471,7 +509,7 @@ class Stepper:
             step,
             headers=self._headers,
             held=self._held,
-            waited_s=self._verdict_wait.waited_s(self.group.now()),
+            waited_s=self.group.now() - self._waiting_since,
             broken_rank=broken_rank,
             detail=detail,
             phase=self._stage.value,
@@ -519,17 +557,18 @@ class Stepper:
         self.observation.is_off = True
         self._cause = None
         group, self.group = self.group, Alone(self.group)
-        own = (msgspec.structs.replace(one, work=OwnVote(one.vector)) for one in self._works)
+        own = [msgspec.structs.replace(one, work=OwnVote(one.vector)) for one in self.in_flight]
         settled = self.manager.settled_step
         epoch = self.manager.epoch
-        self._works = deque(x for x in own if x.epoch != epoch or x.header.step > settled)
-        self.in_flight = tuple(self._works)
+        self.in_flight = tuple(x for x in own if x.epoch != epoch or x.header.step > settled)
         group.close()
         stage = self._closing_from if self._stage is Stage.CLOSING else self._stage
         if stage is Stage.AWAIT_LAGGED:
             self._enter(Stage.BEGUN)
+        elif stage is Stage.AWAIT and not self.in_flight:
+            self._enter(Stage.DONE)
         elif stage is Stage.AWAIT:
-            self._await_rest()
+            self._await(stage)
         else:
             self._enter(stage)
 
@@ -543,7 +582,6 @@ class Stepper:
         if group is None:
             return
         self.group = group
-        self._works.clear()
         self.in_flight = ()
         self._forget_epoch()
         # A rank that had not posted in this step does so now: one collective a step, as ever.
@@ -551,6 +589,7 @@ class Stepper:
         self._enter(resume.get(self._closing_from, self._closing_from))
 
     def _forget_epoch(self) -> None:
+        self._rests_with = None
         self._headers.clear()
         self._held.clear()
         self._posted_at.clear()

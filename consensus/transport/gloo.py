@@ -163,6 +163,9 @@ def _timedelta(seconds: float) -> timedelta:
 # --------------------------------------------------------------------------------------- gloo
 
 
+_AT_ONCE = _timedelta(1.0)
+
+
 class _GlooWork:
     """One all_reduce of gloo; ``tensor`` is the copy that is reduced in place."""
 
@@ -179,7 +182,7 @@ class _GlooWork:
             # It has ended, so this returns at once, or raises what went wrong (is_success and
             # exception are deprecated and warn).
             try:
-                self._work.wait(_timedelta(1.0))
+                self._work.wait(_AT_ONCE)
             except RuntimeError as error:
                 raise self._group.lost(error) from None
             self._done = True
@@ -199,7 +202,7 @@ class _GlooWork:
         return True
 
     def result(self) -> Vector:
-        if not self.done():
+        if not self._done and not self.done():
             raise Misuse(f"group {self._group.name}: result() before the collective is done")
         vector: Vector = self._tensor.numpy()
         vector.flags.writeable = False

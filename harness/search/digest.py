@@ -115,13 +115,19 @@ def _manager(manager: TransactionManager, view: _View) -> list[Any]:
     free = sorted([*slots._free, *(s for step, s in slots._resting if step <= manager.step + 1)])
     resting = [[step - base, s] for step, s in slots._resting if step > manager.step + 1]
     posted = [
-        [one.step - base, [i.serial for i in one.intents], [i.serial for i in one.voted]]
+        [
+            one.step - base,
+            [i.serial for i in one.intents],
+            [i.serial for i in one.voted],
+            one.repeats is not None,
+        ]
         for one in manager._posted
     ]
     return [
         manager.epoch, manager.step - base, manager.settled_step - base, free, resting, posted,
         ledger._usable, ledger._charged, [[step - base, p, n] for step, p, n in ledger._cooling],
         [intent.serial for intent in manager._unposted], manager.journal.count,
+        manager._said is not None,
     ]  # fmt: skip
 
 
@@ -129,7 +135,7 @@ def _stepper(stepper: Stepper, view: _View) -> list[Any]:
     now, base, wait = view.now_s, view.base, stepper._verdict_wait
     works = [
         [work.epoch, work.header.step - base, work.header.iteration - base]
-        for work in stepper._works
+        for work in stepper.in_flight
     ]
     held = [[s - base, view.ballot(v, stepper._started)] for s, v in stepper._held.items()
             if s > base]  # fmt: skip
@@ -138,11 +144,16 @@ def _stepper(stepper: Stepper, view: _View) -> list[Any]:
         for step, at in stepper._posted_at.items()
         if step >= base
     ]
-    waits = stepper.stage.startswith("waiting")
-    patient = [
-        min(now - wait._began, 2 * _FAR_S), min(now - wait._counts_from, 2 * _FAR_S),
-        now - wait._looked_at >= LIMITS.slice_s, wait._num_deadlines,
-    ] if waits else []  # fmt: skip
+    patient: list[Any] = []
+    if stepper.stage.startswith("waiting"):
+        patient = [min(now - stepper._waiting_since, 2 * _FAR_S)]
+        if stepper._has_to_wait:
+            patient += [
+                min(now - wait._began, 2 * _FAR_S), min(now - wait._counts_from, 2 * _FAR_S),
+                now - wait._looked_at >= LIMITS.slice_s, wait._num_deadlines,
+            ]  # fmt: skip
+    fingerprint = stepper.manager.journal.fingerprint
+    rests = stepper._rests_with is not None and stepper._rests_with[0] == fingerprint
     closer, opener = stepper.change.closer, stepper.change._opener
     closing = []
     if closer._report is not None:
@@ -155,5 +166,5 @@ def _stepper(stepper: Stepper, view: _View) -> list[Any]:
     return [
         stepper.stage, stepper._closing_from.value, stepper._is_leaving, works, held, posted_at,
         patient, closing, opening, clock_ms, str(stepper._cause),
-        known,
+        known, rests,
     ]  # fmt: skip

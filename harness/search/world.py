@@ -239,6 +239,10 @@ class Member:
                     if name in self.intents:
                         self.withdraw(name)
 
+    def is_at_rest(self) -> bool:
+        """See :class:`kvpact.consensus.step.machine.Machine`."""
+        return not self.manager.open_intents and not self.due()
+
     def live_digest(self) -> int:
         """See :class:`kvpact.consensus.step.machine.Machine`."""
         return 0

@@ -31,6 +31,8 @@ def broken_promises(cache: HierarchicalCache, nodes: Iterable[Node] | None = Non
     found += [line for intent in cache.core.manager.open_intents for line in _intent(cache, intent)]
     found += _held(cache)
     found += _bounds(cache)
+    if cache.stepper.rests and not cache.core.is_at_rest():
+        found.append("its next ballot would repeat the last, though something waits or runs")
     where = f"rank {cache.rank}, after step {cache.core.manager.step}"
     return [f"{where}: {line}" for line in found]
 
