@@ -71,6 +71,8 @@ def test_a_ballot_that_carried_something_cannot_be_repeated():
     with pytest.raises(Misuse, match="cannot be repeated"):
         manager.post_again(1, 0)
     settle(manager, manager.post(1))
+    assert not manager.can_repeat, "its verdict has told how many pages are usable"
+    settle(manager, manager.post(2))
     assert manager.can_repeat
     intent = manager.open("copy", "x", {"a": 1}, owner)
     assert intent is not None
@@ -78,16 +80,16 @@ def test_a_ballot_that_carried_something_cannot_be_repeated():
     with pytest.raises(Misuse, match="cannot be repeated"):
         manager.post_again(2, 0)
     manager.reserve_open()
-    settle(manager, manager.post(2))
-    manager.mark_ended(intent)
     settle(manager, manager.post(3))
-    assert not manager.can_repeat, "the ballot before it carried an ending"
+    manager.mark_ended(intent)
     settle(manager, manager.post(4))
+    assert not manager.can_repeat, "the ballot before it carried an ending"
+    settle(manager, manager.post(5))
     assert manager.can_repeat
-    reduced = manager.post_again(5, 77)
+    reduced = manager.post_again(6, 77)
     assert manager.told_again(reduced) == 77
     manager.settle_again(77)
-    assert (manager.settled_step, manager.clock_ms) == (5, 77)
+    assert (manager.settled_step, manager.clock_ms) == (6, 77)
 
 
 def settle(manager: TransactionManager, reduced: Vector) -> None:

@@ -99,9 +99,7 @@ class TransactionManager:
         self._schema_digest = schema.digest
         #: The ballot posted last; before the first, and in a new epoch, one that was never posted.
         self.newest = PostedBallot(0, Header(self._schema_digest, 0, 0, 0, 0, 0, 0), (), (), 0)
-        self._said: Vector | None = (
-            None  # the newest ballot, where one without intents could follow
-        )
+        self.said: Vector | None = None  # the newest ballot, where one without intents could follow
         self._agreed: list[int] = []  # usable pages by pool, of the newest verdict
 
     # -- proposing: agreed calls, in the same order on every rank ---------------------------------
@@ -328,7 +326,7 @@ class TransactionManager:
         self.newest = PostedBallot(self.step, header, intents, voted, num_slots)
         self._posted.append(self.newest)
         is_plain = status is Status.HEALTHY and not intents and not round_number
-        self._said = vector if is_plain else None
+        self.said = vector if is_plain else None
         return vector
 
     @property
@@ -337,7 +335,7 @@ class TransactionManager:
 
         Then the next ballot may say the same: agreed, but for what a caller knows besides.
         """
-        is_settled = self._said is not None and not self._open and not self.ledger.is_cooling
+        is_settled = self.said is not None and not self._open and not self.ledger.is_cooling
         return is_settled and self.num_free_slots == self.schema.num_slots
 
     def post_again(self, iteration: int, now_ms: int) -> Vector:
@@ -346,7 +344,7 @@ class TransactionManager:
         The caller knows that no agreed call and no fact came in between. Raises :class:`Misuse`,
         and has changed nothing, where the last ballot cannot be repeated.
         """
-        said = self._said
+        said = self.said
         if said is None or self._open or len(self._posted) > self.lag:
             raise Misuse("the last ballot cannot be repeated: post a new one")
         self.step += 1
@@ -427,7 +425,9 @@ class TransactionManager:
         posted = self._posted.popleft()
         self.settled_step = posted.step
         self.clock_ms = verdict.clock_ms
-        self._agreed = list(verdict.usable.values())
+        agreed = list(verdict.usable.values())
+        if agreed != self._agreed:
+            self._agreed, self.said = agreed, None  # plans may have more room, or less
         self.ledger.agree(verdict.usable)
         self.ledger.settle(posted.step)
         outcomes: list[Outcome] = []
@@ -518,7 +518,7 @@ class TransactionManager:
         self._by_key.clear()
         self._unposted.clear()
         self._posted.clear()
-        self._said = None
+        self.said = None
         self._agreed = []
         self._num_opened = 0
         self._slots = SlotTable(self.schema.num_slots, self.lag)

@@ -295,7 +295,7 @@ class Stepper:
     def rests(self) -> bool:
         """The next ballot of this rank says the same as the last, unless something is called."""
         mark = (self.manager.journal.fingerprint, self._machine.live_digest())
-        return self._rests_with == mark
+        return self._rests_with == mark and self.manager.said is not None
 
     @property
     def num_in_flight(self) -> int:
@@ -359,7 +359,7 @@ class Stepper:
 
     def _has_nothing_new(self) -> bool:
         """Nothing was called or ended since a step in which this rank decided nothing, at rest."""
-        if self._rests_with is None or self._round or self._is_leaving:
+        if self._rests_with is None or self.manager.said is None or self._round or self._is_leaving:
             return False
         live = self._machine.live_digest()
         return self._rests_with == (self.manager.journal.fingerprint, live)

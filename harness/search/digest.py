@@ -127,7 +127,7 @@ def _manager(manager: TransactionManager, view: _View) -> list[Any]:
         manager.epoch, manager.step - base, manager.settled_step - base, free, resting, posted,
         ledger._usable, ledger._charged, [[step - base, p, n] for step, p, n in ledger._cooling],
         [intent.serial for intent in manager._unposted], manager.journal.count,
-        manager._said is not None,
+        manager.said is not None, manager._agreed,
     ]  # fmt: skip
 
 
