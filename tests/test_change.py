@@ -20,7 +20,7 @@ from kvpact.consensus.core.errors import (
 )
 from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.epoch.closing import Introduction, Opener
-from kvpact.consensus.epoch.report import Policy, Seal
+from kvpact.consensus.epoch.report import Policy, Report, Seal
 from kvpact.consensus.step.step import PAUSED, Stepper
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import MemoryStore
@@ -289,9 +289,12 @@ def test_only_a_detach_says_what_it_could_keep() -> None:
         assert not world.run(2)
         world.ranks[1].manager.note("evict", "host", 17)
         assert not world.run(3)
+        found = [world.store.get(f"epoch/0/report/{rank}") for rank in range(3)]
+        reports = [msgspec.msgpack.decode(one, type=Report) for one in found if one is not None]
+        assert [one.kept for one in reports] == [expected] * 3
         incident = world.ranks[0].stepper.change.incident
         assert incident is not None
-        assert [one.kept for one in incident.reports] == [expected] * 3
+        assert [one.kept for one in incident.reports] == [[]] * 3, "too long for a person"
 
 
 @LAGS

@@ -28,6 +28,12 @@ from kvpact.consensus.epoch.report import (
     packed_report,
 )
 from kvpact.consensus.transport.envelope import decode
+from kvpact.consensus.transport.pieces import (
+    WHOLE_BYTES_MAX,
+    read_whole,
+    remove_pieces,
+    write_pieces,
+)
 from kvpact.consensus.transport.store import Store
 
 __all__ = [
@@ -106,6 +112,8 @@ class Closer:
         self._has_read = False
         self._seen: dict[int, LastSeen | None] = {}
         self._forged: StoreForged | None = None
+        self._read: dict[str, tuple[bytes, Report]] = {}  # what stood there, and what it says
+        self._in_pieces: dict[str, bytes] = {}
 
     def is_closing(self, step: int = 1 << 62) -> bool:
         """Whether this rank, which waits for ``step``, shall report now.
@@ -149,7 +157,7 @@ class Closer:
         self._report = report
         self._look_at = now_s + grace_s / 4
         self._give_up_at = now_s + grace_s
-        self._store.set(self._key("report", self.rank), packed_report(report))
+        self._put_report(report)
         at = f"{self.epoch} {report.at_step}" if report.cause == "mismatch" else _NOW
         self._store.set(self._key("closing"), at.encode())
 
@@ -166,11 +174,37 @@ class Closer:
                 seal = self._distrust(self._forged)
             if seal is None:
                 return None
-            standing = self._store.compare_set(
-                self._key("seal"), None, msgspec.msgpack.encode(seal)
-            )
+            standing = self._put_seal(seal)
             self._store.set(self._key("closing"), _NOW.encode())
-        return decode(self._key("seal"), standing, Seal)
+        return self._seal_of(standing)
+
+    def _put_report(self, report: Report) -> None:
+        """One that no store takes is told without what it would keep: nothing is kept then."""
+        packed = packed_report(report)
+        if len(packed) > WHOLE_BYTES_MAX:
+            packed = packed_report(msgspec.structs.replace(report, kept=[]))
+        self._store.set(*self._pieced("report", self.rank, packed=packed))
+
+    def _put_seal(self, seal: Seal) -> bytes:
+        """Write it where none stands; what stands then."""
+        key, value = self._pieced("seal", packed=msgspec.msgpack.encode(seal))
+        return self._store.compare_set(key, None, value)
+
+    def _pieced(self, *parts: object, packed: bytes) -> tuple[str, bytes]:
+        """Key and value for ``packed``, whose pieces are written where it is large."""
+        key = self._key(*parts)
+        value = self._in_pieces[key] = write_pieces(self._store, key, self.rank, packed)
+        return key, value
+
+    def _seal_of(self, standing: bytes) -> Seal:
+        key = self._key("seal")
+        return decode(key, read_whole(self._store, key, standing), Seal)
+
+    def tidy(self) -> None:
+        """Delete what this rank wrote in pieces: all are in the next epoch, and have read it."""
+        for key, value in self._in_pieces.items():
+            remove_pieces(self._store, key, value)
+        self._in_pieces.clear()
 
     def _judge_all(self, reports: dict[int, Report], now_s: float) -> Seal | None:
         """The seal that this rank would write; ``None``: others may still report."""
@@ -215,7 +249,7 @@ class Closer:
             return None
         standing = self._store.get(self._key("seal"))
         if standing is not None:
-            return decode(self._key("seal"), standing, Seal).error
+            return self._seal_of(standing).error
         reports = self._filed()
         if not reports or not is_enough(reports):
             return None
@@ -231,12 +265,14 @@ class Closer:
         return waited and not self._seen and now_s >= self._look_at
 
     def incident(self, seal: Seal) -> Incident:
-        """All that is known of the end of this epoch, without the verdicts: they are long."""
+        """All that is known of the end of this epoch, without verdicts and kept pages: these are
+        long."""
         reports = [
-            msgspec.structs.replace(report, held={})
+            msgspec.structs.replace(report, held={}, kept=[])
             for _, report in sorted(self._read_reports().items())
         ]
-        return Incident(self.rank, self.epoch, msgspec.structs.replace(seal, verdicts={}), reports)
+        bare = msgspec.structs.replace(seal, verdicts={}, kept=[])
+        return Incident(self.rank, self.epoch, bare, reports)
 
     def _read_reports(self) -> dict[int, Report]:
         self._found = self._filed()
@@ -245,9 +281,15 @@ class Closer:
     def _filed(self) -> dict[int, Report]:
         reports: dict[int, Report] = {}
         for rank in self._ranks:
-            data = self._store.get(self._key("report", rank))
-            if data is not None:
-                reports[rank] = decode(self._key("report", rank), data, Report)
+            key = self._key("report", rank)
+            value = self._store.get(key)
+            if value is None:
+                continue
+            known = self._read.get(key)
+            if known is None or known[0] != value:
+                whole = read_whole(self._store, key, value)
+                known = self._read[key] = (value, decode(key, whole, Report))
+            reports[rank] = known[1]
         return reports
 
     def known(self) -> list[Report]:

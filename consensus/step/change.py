@@ -228,6 +228,7 @@ class EpochChange:
         if found is None:
             return None
         self._opener = None
+        self.closer.tidy()
         self._group = self._regroup(self._manager.epoch + 1)
         self.group_epoch = self._manager.epoch + 1
         self.restart(agree([found[rank] for rank in sorted(found)]))
