@@ -129,6 +129,9 @@ class Carryover:
                 core.orphans.take([request], among=core.requests)
                 core.orphans.lose(request)
                 core.requests.forget(request)
+        if seal is not None:
+            core.requests.start_anew()
+            core.namespaces.start_anew()
         for path in core.paths:
             path.clear()
         for tier in Tier:
@@ -281,7 +284,8 @@ class Carryover:
                 digest.update(node.tokens.tobytes())
         for request in sorted(core.requests, key=lambda one: one.name):
             held = -1 if request.held is None else request.held.node_id
-            owned = (request.name, held, len(request.private), request.must_recompute)
+            found = (request.prompt_pages, request.device_hit_pages, request.host_hit_pages)
+            owned = (request.name, held, len(request.private), request.must_recompute, found)
             digest.update(repr(owned).encode("utf-8", "backslashreplace"))
         ledger, attached = (
             core.manager.ledger,

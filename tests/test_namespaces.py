@@ -111,3 +111,27 @@ def test_inner_names_are_of_one_namespace_each() -> None:
     assert not names.is_older(table.open("after"), NAME)
     with pytest.raises(Misuse, match="zero character"):
         names.inner("adapter\x001")
+
+
+@LAGS
+def test_ranks_that_did_not_drop_in_the_same_order_agree_after_a_reset(lag: int) -> None:
+    world = World(lag=lag, policy="reset", deadline_s=1.0, warn_s=0.5)
+    first, second = world.caches
+    for cache in (first, second):
+        cache.match_prefix(prompt("ab"), namespace=NAME, request="r")
+    first.abort("r")
+    first.match_prefix(prompt("ab"), namespace=NAME, request="r")
+    first.drop_namespace(NAME)
+    second.abort("r")
+    second.drop_namespace(NAME)
+    second.match_prefix(prompt("ab"), namespace=NAME, request="r")
+    world.checks = False
+    world.step_all(lag + 2)
+    assert world.caches[0].core.manager.epoch == 1
+    older = [
+        cache.core.namespaces.is_older(cache.core.requests.require("r"), NAME)
+        for cache in world.caches
+    ]
+    assert older == [True, True]
+    world.checks = True
+    world.step_all(3)

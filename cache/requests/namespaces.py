@@ -47,6 +47,10 @@ class Namespaces:
         """Whether ``request`` has lived since before the last drop: what it computes is void."""
         return request.number <= max(self._all_before, self._requests_before.get(namespace, 0))
 
+    def start_anew(self) -> None:
+        """Count all live requests as older than every drop: ranks may differ in what came first."""
+        self._requests_before = dict.fromkeys(self._requests_before, self._requests.num_opened)
+
     @property
     def digest(self) -> int:
         """Equal on two ranks that have dropped the same, as often."""

@@ -134,6 +134,12 @@ class RequestTable:
         self.host_hit_pages += request.host_hit_pages
         self.digest = (self.digest - _digest(request.name)) & MASK62
 
+    def start_anew(self) -> None:
+        """Forget what was found for the live requests: ranks may have found different."""
+        for request in self._live.values():
+            request.prompt_pages = request.device_hit_pages = request.host_hit_pages = 0
+            request.why = ""
+
     def hold(self, request: Request, node: Node | None) -> None:
         """Move its pin to the path of ``node``; the new path is pinned before the old is let go."""
         self._tree.pin_path(node, Tier.DEVICE)
