@@ -271,3 +271,15 @@ def test_torchs_frames_are_kept_out_of_the_way() -> None:
     with pytest.raises(StoreSilent, match="Broken pipe") as caught:
         announce(cast("RawStore", _Cut()), ProcessGroup("g", [0], 0, 1))
     assert "frame #" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_who_finds_nobody_says_so_in_one_line_without_frames_of_torch(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]  # bound, and nobody listens
+        with pytest.raises(StoreSilent, match="cannot be reached") as caught:
+            open_tcp_store("127.0.0.1", port, 0.5)
+    assert "\n" not in caught.value.message
+    assert capfd.readouterr().err == ""

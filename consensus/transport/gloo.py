@@ -134,12 +134,35 @@ def share_store(group: Any) -> SharedStore:
     return SharedStore(told[0], told[1], rank, size, served)
 
 
+_KNOCK_AGAIN_S = 0.2
+
+
 def connect_tcp_store(host: str, port: int, timeout_s: float) -> RawStore:
-    """A new client. May hang far beyond ``timeout_s`` while the host is stopped."""
+    """A new client. May hang far beyond ``timeout_s`` while the host is stopped.
+
+    Raises RuntimeError where nobody answers.
+    """
+    _knock(host, port, timeout_s)
     store: RawStore = _c10d.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=_timedelta(timeout_s)
     )
     return store
+
+
+def _knock(host: str, port: int, timeout_s: float) -> None:
+    """Wait until something listens there. Torch's client does that too, but it prints a hundred
+    lines of frames for each try that fails, and they bury what kvpact says."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            left_s = max(0.001, end_s - time.monotonic())
+            socket.create_connection((host, port), timeout=left_s).close()
+        except OSError as error:
+            if time.monotonic() + _KNOCK_AGAIN_S >= end_s:
+                raise RuntimeError(str(error)) from None
+            time.sleep(_KNOCK_AGAIN_S)
+        else:
+            return
 
 
 def open_tcp_store(host: str, port: int, timeout_s: float) -> RawStore:
