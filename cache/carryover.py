@@ -20,6 +20,7 @@ import xxhash
 
 from kvpact.cache.core import CacheCore
 from kvpact.cache.memory.content import page_hashes
+from kvpact.cache.status import pools_of
 from kvpact.cache.tree.node import Node, Residency, Tier, Tokens
 from kvpact.consensus.core.ballot import MASK62
 from kvpact.consensus.epoch.report import Seal
@@ -103,18 +104,11 @@ class Carryover:
         return usable
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """What is in each pool."""
-        core = self._core
+        """What is in each tier, for the report of this rank."""
+        pools = pools_of(self._core)
+        told = ("pages", "free", "limbo", "pinned", "evictable", "charged")
         return {
-            tier.value: {
-                "pages": pool.num_pages,
-                "free": pool.num_free,
-                "limbo": pool.num_limbo,
-                "pinned": core.tree.num_pinned[tier],
-                "evictable": core.tree.num_evictable[tier],
-                "charged": core.manager.ledger.charged(tier.value),
-            }
-            for tier, pool in core.tiers.pools.items()
+            tier.value: {name: getattr(pools[tier.value], name) for name in told} for tier in Tier
         }
 
     # -- the end of an epoch ---------------------------------------------------------------------

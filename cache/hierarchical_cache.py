@@ -33,6 +33,7 @@ from kvpact.cache.paths.insert_voted import open_loads
 from kvpact.cache.requests.results import InsertResult, Match, StepResult
 from kvpact.cache.requests.table import Request, RequestReport
 from kvpact.cache.requests.ticket import Ticket
+from kvpact.cache.status import CacheStatus, status_of
 from kvpact.cache.storing.tier import StorageTier
 from kvpact.cache.tree.events import CacheEvent
 from kvpact.cache.tree.node import STORAGE, Fill, FillSide, SidePages, Tier, Tokens
@@ -611,6 +612,10 @@ class HierarchicalCache:
             "stalls": change.endings["RankStalled"],
             "resets": change.num_resets + self._num_ordered,
         }
+
+    def status(self) -> CacheStatus:
+        """How this rank stands: pools, open intents, who waits, counters. Changes nothing."""
+        return status_of(self.core, self.stepper, self.metrics())
 
     def check_integrity(self) -> None:
         """Prove that every page has one owner and every count holds; raises ``InternalError``."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpact.cache.requests.results import StepResult
+from kvpact.cache.status import CacheStatus
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.errors import BadInput
 from kvpact.consensus.core.participant import Outcome, OutcomeKind
@@ -139,7 +140,8 @@ class CacheMetrics:
 
         labels = list(self._labels)
         values = list(self._labels.values())
-        counts = self._cache.metrics()
+        status = self._cache.status()
+        counts = status.counters
         for name, (text, key) in _TOTALS.items():
             total = CounterMetricFamily(f"kvpact_{name}", text, labels=labels)
             total.add_metric(values, counts[key])
@@ -150,19 +152,11 @@ class CacheMetrics:
                 total.add_metric([*values, outcome], counts[key])
             yield total
         yield from self._hits(labels, values, counts)
-        yield from self._of_tiers(labels, values, counts)
+        yield from self._of_tiers(labels, values, status)
         for name, text, value in (
-            ("epoch", "The epoch that this rank is in.", self._cache.core.manager.epoch),
-            (
-                "step",
-                "The last step that this rank has settled.",
-                self._cache.core.manager.settled_step,
-            ),
-            (
-                "open_intents",
-                "Intents that hold a slot.",
-                len(self._cache.core.manager.open_intents),
-            ),
+            ("epoch", "The epoch that this rank is in.", status.epoch),
+            ("step", "The last step that this rank has settled.", status.settled_step),
+            ("open_intents", "Intents that hold a slot.", status.num_open),
         ):
             gauge = GaugeMetricFamily(f"kvpact_{name}", text, labels=labels)
             gauge.add_metric(values, value)
@@ -186,9 +180,7 @@ class CacheMetrics:
             hits.add_metric([*values, tier.value], tokens * counts[f"{tier.value}_hit_pages"])
         yield from (queries, hits)
 
-    def _of_tiers(
-        self, labels: list[str], values: list[str], counts: dict[str, int]
-    ) -> Iterable[Any]:
+    def _of_tiers(self, labels: list[str], values: list[str], status: CacheStatus) -> Iterable[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         total = GaugeMetricFamily("kvpact_pages", "Pages of the pool.", labels=[*labels, "tier"])
@@ -204,10 +196,10 @@ class CacheMetrics:
             "kvpact_evicted_pages", "Pages that left the tier for others.", labels=[*labels, "tier"]
         )
         for tier in Tier:
-            pool = self._cache.core.tiers.pools[tier]
+            pool = status.pools[tier.value]
             place = [*values, tier.value]
-            total.add_metric(place, pool.num_pages)
-            used.add_metric(place, self._cache.core.manager.ledger.charged(tier.value))
-            limbo.add_metric(place, pool.num_pages - pool.usable)
-            evicted.add_metric(place, counts[f"evicted_{tier.value}"])
+            total.add_metric(place, pool.pages)
+            used.add_metric(place, pool.charged)
+            limbo.add_metric(place, pool.limbo)
+            evicted.add_metric(place, status.counters[f"evicted_{tier.value}"])
         yield from (total, used, limbo, evicted)

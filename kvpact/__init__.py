@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvpact.cache.metrics import CacheMetrics, metrics
     from kvpact.cache.requests.table import RequestReport
     from kvpact.cache.requests.ticket import Ticket, TicketState
+    from kvpact.cache.status import CacheStatus, PoolStatus
     from kvpact.cache.storage import open_backend
     from kvpact.cache.tree.events import CacheEvent
     from kvpact.cache.tree.node import Tier
@@ -48,6 +49,7 @@ __all__ = [
     "CacheConfig",
     "CacheEvent",
     "CacheMetrics",
+    "CacheStatus",
     "Divergence",
     "EngineTensors",
     "HierarchicalCache",
@@ -62,6 +64,7 @@ __all__ = [
     "PeerLeft",
     "PeerLost",
     "Policy",
+    "PoolStatus",
     "ProgressLost",
     "RankStalled",
     "RequestReport",
@@ -95,6 +98,7 @@ _HOMES = {
     "kvpact.cache.metrics": ("CacheMetrics", "metrics"),
     "kvpact.cache.requests.table": ("RequestReport",),
     "kvpact.cache.requests.ticket": ("Ticket", "TicketState"),
+    "kvpact.cache.status": ("CacheStatus", "PoolStatus"),
     "kvpact.cache.storage": ("open_backend",),
     "kvpact.cache.tree.events": ("CacheEvent",),
     "kvpact.cache.tree.node": ("Tier",),

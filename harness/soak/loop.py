@@ -248,21 +248,18 @@ class SoakLoop:
         cache = self.rank.cache
         found = [f"{intent!r} is still open" for intent in cache.core.manager.open_intents]
         found += [f"request {request.name} is still live" for request in cache.core.requests]
+        pools = cache.status().pools
         for tier in Tier:
-            pinned = cache.core.tree.num_pinned[tier]
-            if pinned:
-                found.append(f"{pinned} pages are still pinned in {tier.value}")
-            limbo = cache.core.tiers.pools[tier].num_limbo
-            if limbo:
-                found.append(f"{limbo} pages of {tier.value} are still held by copies")
-        # Everything was evicted; what stays has an owner that nobody knows.
-        for tier in Tier:
-            pool = cache.core.tiers.pools[tier]
-            if pool.num_free != pool.num_pages:
-                found.append(f"{pool.num_pages - pool.num_free} pages of {tier.value} leaked")
-            charged = cache.core.manager.ledger.charged(tier.value)
-            if charged:
-                found.append(f"{charged} pages of {tier.value} are charged for nothing")
+            pool = pools[tier.value]
+            if pool.pinned:
+                found.append(f"{pool.pinned} pages are still pinned in {tier.value}")
+            if pool.limbo:
+                found.append(f"{pool.limbo} pages of {tier.value} are still held by copies")
+            # Everything was evicted; what stays has an owner that nobody knows.
+            if pool.in_use:
+                found.append(f"{pool.in_use} pages of {tier.value} leaked")
+            if pool.charged:
+                found.append(f"{pool.charged} pages of {tier.value} are charged for nothing")
         return [line if line.startswith("rank") else f"rank {cache.rank}: {line}" for line in found]
 
 
