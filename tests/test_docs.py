@@ -93,6 +93,14 @@ def test_the_layouts_of_three_engines_print_what_stands_there(tmp_path: Path) ->
     assert printed.splitlines() == [line.strip() for line in said.splitlines()]
 
 
+def test_the_story_in_the_scenarios_document_is_that_of_its_file(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "scenarios.md").read_text()
+    (tmp_path / "full.toml").write_text(text.partition("```toml\n")[2].partition("```")[0])
+    told = run("-m", "kvpact", "scenario", "--trace", "full.toml", cwd=tmp_path)
+    said = text.partition("```text\n")[2].partition("```")[0]
+    assert said in told
+
+
 def test_every_call_of_the_facade_is_listed() -> None:
     table = ENGINES.partition("| call | returns | moment |")[2].partition("\n\n")[0]
     listed = set(

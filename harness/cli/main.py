@@ -156,6 +156,9 @@ def scenario(
         RanksFlag, typer.Option(help="All ranks simulated in this process, or one process each.")
     ] = "sim",
     seed: Seed = 0,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Print what all ranks decided at each entry.")
+    ] = False,
     json_out: JsonOut = None,
 ) -> int:
     """Run scenario files: every expectation in them, and every promise after every step."""
@@ -163,10 +166,12 @@ def scenario(
         raise BadInput(f"--seed: must not be negative, got {seed}")
     if json_out is not None:
         check_output("--json", json_out)
+    if trace and ranks != "sim":
+        raise BadInput("--trace: only simulated ranks tell their story; leave out --ranks gloo")
     checked = [read_scenario(file) for file in files]
     from kvpact.harness.scenario import run as scenarios
 
-    return scenarios.run_files(checked, ranks=ranks, seed=seed, json_out=json_out)
+    return scenarios.run_files(checked, ranks=ranks, seed=seed, json_out=json_out, traces=trace)
 
 
 @app.command()

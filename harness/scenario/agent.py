@@ -126,7 +126,7 @@ class Agent:
 
     ``settle_copies`` is called before each step: with real threads it waits for the copies that no
     fault delays. ``exit_now`` ends the process where a fault says so. ``restart`` ends the run of
-    this rank and begins another.
+    this rank and begins another. ``at_entry`` hears the number of each entry that it comes to.
     """
 
     def __init__(
@@ -138,8 +138,10 @@ class Agent:
         settle_copies: Callable[[], None],
         exit_now: Callable[[], None],
         restart: Callable[[], Rank],
+        at_entry: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.scenario = scenario
+        self._at_entry = at_entry
         self.board = board
         self.record = RankRecord(rank.cache.rank)
         self.board.entries = self.record.struck
@@ -166,6 +168,7 @@ class Agent:
     def program(self) -> Program:
         """All entries in order. Ends early where the rank stalls or dies."""
         for entry in self.scenario.do:
+            self._at_entry(entry.number)
             if entry.ranks is not None:
                 self._suspend()
                 if self.record.rank not in entry.ranks:

@@ -7,6 +7,7 @@ import msgspec
 from kvpact.consensus.core.errors import Misuse
 from kvpact.harness.scenario.gloo import GlooRanks
 from kvpact.harness.scenario.model import Scenario
+from kvpact.harness.scenario.story import Story
 from kvpact.harness.scenario.world import run_sim, unsupported
 from kvpact.harness.text.console import PlainConsole
 from kvpact.harness.text.files import write_bytes
@@ -16,9 +17,17 @@ __all__ = ["run_files"]
 
 
 def run_files(
-    scenarios: list[Scenario], *, ranks: str, seed: int, json_out: str | None = None
+    scenarios: list[Scenario],
+    *,
+    ranks: str,
+    seed: int,
+    json_out: str | None = None,
+    traces: bool = False,
 ) -> int:
-    """Run files and print what came of each; 0: everything holds, 1: something does not."""
+    """Run files and print what came of each; 0: everything holds, 1: something does not.
+
+    ``traces``: print also what all ranks decided at each entry; simulated ranks only.
+    """
     for scenario in scenarios:
         if reason := unsupported(scenario):
             raise Misuse(f"{scenario.path}: this version does not run {reason} yet")
@@ -26,7 +35,14 @@ def run_files(
         with GlooRanks() as gloo:
             results = [gloo.run(scenario, seed) for scenario in scenarios]
     else:
-        results = [run_sim(scenario, seed) for scenario in scenarios]
+        stories = [Story(scenario) if traces else None for scenario in scenarios]
+        results = [
+            run_sim(scenario, seed, story=story)
+            for scenario, story in zip(scenarios, stories, strict=True)
+        ]
+        for story in stories:
+            if story is not None:
+                print(story.text())  # noqa: T201 - as it is: it may be kept in a file
     console = PlainConsole(highlight=False, soft_wrap=True)
     for result in results:
         verdict = "[red]FAILS[/red]" if result.failures else "[green]holds[/green]"

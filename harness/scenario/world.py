@@ -25,6 +25,7 @@ from kvpact.harness.rank.rank import Rank, identity_of
 from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
 from kvpact.harness.scenario.agent import Agent, Observation, Raised, RankRecord
 from kvpact.harness.scenario.model import Do, Expect, Fault, Scenario, World
+from kvpact.harness.scenario.story import Story, StoryJournal
 from kvpact.harness.verify.agreement import Snapshot, compare
 
 __all__ = ["Result", "judge", "run_sim", "unsupported", "world_config"]
@@ -140,10 +141,13 @@ def agreed_pages(world: World) -> dict[str, int]:
     return agreed
 
 
-def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) -> Result:
+def run_sim(
+    scenario: Scenario, seed: int = 0, *, journals: Path | None = None, story: Story | None = None
+) -> Result:
     """Run it in the simulator. Deterministic: the same file and seed give the same events.
 
-    ``journals``: the folder where each rank's journal is written.
+    ``journals``: the folder where each rank's journal is written. ``story`` is told what all ranks
+    decide, instead.
     """
     world = scenario.world
     clock = SimClock()
@@ -154,7 +158,7 @@ def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) 
     store = MemoryStore()
     with tempfile.TemporaryDirectory(prefix="kvpact-") as directory:
         agents = [
-            _SimRuns(scenario, rank, net, store, name, directory, journals).agent()
+            _SimRuns(scenario, rank, net, store, name, directory, journals, story).agent()
             for rank in range(world.num_ranks)
         ]
         try:
@@ -163,6 +167,12 @@ def run_sim(scenario: Scenario, seed: int = 0, *, journals: Path | None = None) 
             for agent in agents:
                 agent.rank.close()
     records = [agent.record for agent in agents]
+    if story is not None:
+        for record in records:
+            for one in record.raised:
+                story.raised[one.number, record.rank] = (
+                    f"{one.kinds[0]}: {one.text.splitlines()[0]}"
+                )
     return conclude(scenario, "sim", seed, records)
 
 
@@ -200,7 +210,9 @@ class _SimRuns:
         name: str,
         directory: str,
         journals: Path | None,
+        story: Story | None = None,
     ) -> None:
+        self._story = story
         self._scenario = scenario
         self._rank = rank
         self._net = net
@@ -222,6 +234,7 @@ class _SimRuns:
             settle_copies=lambda: None,
             exit_now=lambda: self._net.kill(self._rank),
             restart=self._again,
+            at_entry=(lambda _: None) if self._story is None else self._story.goes_to(self._rank),
         )
 
     def _again(self) -> Rank:
@@ -270,14 +283,15 @@ class _SimRuns:
         return SimGroup(self._net, self._rank, self._number * _EPOCHS_MAX + epoch)
 
     def _journal(self) -> Journal:
+        entries_max = self._scenario.world.journal_entries_max
+        if self._story is not None:
+            return StoryJournal(self._rank, self._story, entries_max)
         folder = self._journals
         if folder is not None and self._number:
             folder = folder / f"run{self._number}"
             folder.mkdir(exist_ok=True)
         path = None if folder is None else folder / f"rank{self._rank}.jsonl"
-        return Journal(
-            self._rank, tail_entries_max=self._scenario.world.journal_entries_max, path=path
-        )
+        return Journal(self._rank, tail_entries_max=entries_max, path=path)
 
 
 # -- judging -------------------------------------------------------------------------------------
