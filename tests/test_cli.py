@@ -193,15 +193,22 @@ def test_replay_hands_over_what_was_asked_for(
 def test_scenario_hands_over_checked_files(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
     seen: list[Any] = []
 
-    def run_files(scenarios: list[Scenario], *, ranks: str, seed: int, json_out: str | None) -> int:
-        seen.append(([one.name for one in scenarios], ranks, seed, json_out))
+    def run_files(
+        scenarios: list[Scenario], *, ranks: str, seed: int, json_out: str | None, traces: bool
+    ) -> int:
+        seen.append(([one.name for one in scenarios], ranks, seed, json_out, traces))
         return 1
 
     stub(monkeypatch, "scenario.run", run_files=run_files)
     good = str(files / "good.toml")
     assert cli.main(["scenario", good]) == 1
     assert cli.main(["scenario", good, good, "--ranks", "gloo", "--seed", "4"]) == 1
-    assert seen == [(["one step"], "sim", 0, None), (["one step"] * 2, "gloo", 4, None)]
+    assert cli.main(["scenario", good, "--trace"]) == 1
+    assert seen == [
+        (["one step"], "sim", 0, None, False),
+        (["one step"] * 2, "gloo", 4, None, False),
+        (["one step"], "sim", 0, None, True),
+    ]
 
 
 @pytest.mark.parametrize(

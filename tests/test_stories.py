@@ -13,14 +13,25 @@ from kvpact.harness.scenario.story import Story
 from kvpact.harness.scenario.world import run_sim
 
 HERE = Path(__file__).parent
-OWN = """
-insert_and_backup refused_on_one_rank load_back load_ends_in_part eviction prefetch
-""".split()
+OWN = (
+    "insert_and_backup",
+    "refused_on_one_rank",
+    "load_back",
+    "load_ends_in_part",
+    "eviction",
+    "prefetch",
+)
 #: Scenario files that are tests already, and stories as they are.
-SHARED = """
-write_back_waits_for_its_victim flush_shares_the_ballot ordered_reset_at_lag_0 detach_at_lag_0
-insert_on_one_rank rank_dies leave_in_good_order drop_one_namespace
-""".split()
+SHARED = (
+    "write_back_waits_for_its_victim",
+    "flush_shares_the_ballot",
+    "ordered_reset_at_lag_0",
+    "detach_at_lag_0",
+    "insert_on_one_rank",
+    "rank_dies",
+    "leave_in_good_order",
+    "drop_one_namespace",
+)
 STORIES = {name: HERE / "stories" / f"{name}.toml" for name in OWN} | {
     name: HERE / "scenarios" / f"{name}.toml" for name in SHARED
 }
