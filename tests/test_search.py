@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from typing import Any
 
 import pytest
 
+from kvpact.cache.paths.engine_pages import EnginePages
 from kvpact.consensus.core import manager as managers
 from kvpact.consensus.core.participant import Intent
 from kvpact.harness.search.digest import digest
+from kvpact.harness.search.ends import LARGE_ENDS, SMALL_ENDS, Ends, orders
 from kvpact.harness.search.run import SMALL, explore, replay, search
 from kvpact.harness.search.world import Setting, World
 
@@ -48,15 +51,32 @@ def test_a_search_can_be_cut_short() -> None:
     assert explore(Setting(), states_max=20).is_cut
 
 
-def test_two_processes_come_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_come_to_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[list[str]] = []
+    monkeypatch.setattr("kvpact.harness.search.run.SMALL_ENDS", SMALL_ENDS[:2])
     for jobs in (1, 2):
         assert search(small=True, states_max=40, jobs=jobs) == 0
         lines = capsys.readouterr().out.splitlines()
-        told.append([re.sub(r"[\d.]+ s, ", "", line) for line in lines])
+        told.append([re.sub(r"[\d.]+ s(, |$)", "", line) for line in lines])
     assert told[0] == told[1]
-    assert len(told[0]) == len(SMALL) + 1
+    assert len(told[0]) == len(SMALL) + 2 + 1
     assert told[0][-1].endswith(f"{len(SMALL)} of the settings cut short")
+
+
+@pytest.mark.parametrize("ends", SMALL_ENDS, ids=lambda ends: ends.name)
+def test_an_epoch_may_end_with_anything_in_hand(ends: Ends) -> None:
+    found = orders(ends)
+    assert not found.failure, (found.failure, found.text)
+    assert found.num_orders == 8**ends.length
+
+
+def test_every_way_to_end_is_tried_at_every_lag() -> None:
+    for every in (SMALL_ENDS, LARGE_ENDS):
+        assert {(ends.policy, ends.lag, ends.side) for ends in every} == set(
+            itertools.product(("reset", "detach", "raise"), range(5), (False, True))
+        )
 
 
 # -- what is wrong is found ------------------------------------------------------------------------
@@ -86,6 +106,22 @@ def test_a_verdict_beyond_what_a_rank_holds_is_found(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(managers.TransactionManager, "_decide", generous)
     assert "is committed, but rank" in explore(Setting(relation="child", elastic=True)).failure
+
+
+def test_what_an_epoch_carries_over_and_was_not_agreed_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = EnginePages.clear
+
+    def keeps(self: EnginePages) -> None:
+        stock = list(self._stock)
+        real(self)
+        self._stock += stock[:1]  # of the epoch that is over
+
+    monkeypatch.setattr(EnginePages, "clear", keeps)
+    found = orders(Ends(length=1, lag=2, policy="reset", side=False))
+    assert "2 owned + 7 free" in found.failure
+    assert "headroom_pages = 2" in found.text, "the file shows it"
 
 
 def test_an_ending_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ From each state every action is tried that could happen there: a rank goes on, a
 an intent is withdrawn, time passes, a rank dies (also between any two of its writes) or skips a
 step. States are counted once (:mod:`kvpact.harness.search.digest`), every promise is checked in
 each (:mod:`kvpact.harness.search.checks`), and from each a way must lead to where nothing is left
-to do without further faults.
+to do without further faults. The ends of epochs are tried on the real cache, with all orders of a
+few calls before (:mod:`kvpact.harness.search.ends`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -25,12 +26,16 @@ from rich.console import Console
 from kvpact.harness.rank.jobs import worker_processes
 from kvpact.harness.search.checks import broken
 from kvpact.harness.search.digest import digest
+from kvpact.harness.search.ends import LARGE_ENDS, SMALL_ENDS, FoundOrders, orders
 from kvpact.harness.search.net import Crash
 from kvpact.harness.search.world import TICK_S, Member, Setting, World
 from kvpact.harness.text.console import PlainConsole
 from kvpact.harness.text.quiet import quiet
 
 __all__ = ["LARGE", "SMALL", "Action", "Found", "explore", "replay", "search"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 #: What happens, and to whom.
 Action = tuple[str | int, ...]
@@ -357,7 +362,7 @@ def search(*, small: bool, states_max: int = STATES_MAX, jobs: int = 1) -> int:
     ``jobs`` processes search as many settings at a time.
     """
     console = PlainConsole(highlight=False, soft_wrap=True)
-    num_states = num_transitions = num_failed = num_cut = 0
+    num_states = num_transitions = num_failed = num_cut = num_orders = 0
     status = 0
     try:
         for found in _explore_all(SMALL if small else LARGE, states_max, jobs):
@@ -366,23 +371,38 @@ def search(*, small: bool, states_max: int = STATES_MAX, jobs: int = 1) -> int:
             num_failed += bool(found.failure)
             num_cut += found.is_cut
             _tell(found, console)
+        for ending in _in_order(orders, SMALL_ENDS if small else LARGE_ENDS, jobs):
+            num_orders += ending.num_orders
+            num_failed += bool(ending.failure)
+            _tell_orders(ending, console)
     except KeyboardInterrupt:
         console.print("stopped by hand; until then ", end="")
         status = INTERRUPTED
     verdict = f"[red]{num_failed} fail[/red]" if num_failed else "all promises hold"
     cut = f", {num_cut} of the settings cut short" if num_cut else ""
-    console.print(f"{verdict}: {num_states:,} states, {num_transitions:,} transitions{cut}")
+    told = f"{num_states:,} states, {num_transitions:,} transitions, {num_orders:,} orders"
+    console.print(f"{verdict}: {told}{cut}")
     return 1 if num_failed else status
 
 
 def _explore_all(settings: Sequence[Setting], states_max: int, jobs: int) -> Iterator[Found]:
     """What came of each setting, in their order."""
-    call = partial(explore, states_max=states_max)
+    yield from _in_order(partial(explore, states_max=states_max), settings, jobs)
+
+
+def _in_order(call: Callable[[T], R], settings: Sequence[T], jobs: int) -> Iterator[R]:
     if jobs == 1:
         yield from map(call, settings)
         return
     with worker_processes(jobs) as pool:
         yield from pool.map(call, settings)
+
+
+def _tell_orders(found: FoundOrders, console: Console) -> None:
+    console.print(f"{found.ends.name}: {found.num_orders:,} orders, {found.spent_s:.1f} s")
+    if found.failure:
+        console.print(f"  [red]FAILS[/red]  {found.failure}")
+        console.print(found.text, markup=False)
 
 
 def _tell(found: Found, console: Console) -> None:
