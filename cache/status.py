@@ -114,21 +114,26 @@ def pools_of(core: CacheCore) -> dict[str, PoolStatus]:
     """Every pool of the ballot by name, the tiers first."""
     orphans = core.orphans
     found = {
-        tier.value: _pool(core, pool, orphaned=len(orphans.pages) if tier is Tier.DEVICE else 0)
+        tier.value: _pool(
+            core, tier.value, pool, tier, orphaned=len(orphans.pages) if tier is Tier.DEVICE else 0
+        )
         for tier, pool in core.tiers.pools.items()
     }
     for side in core.tiers.side:
         orphaned = sum(1 for name, _ in orphans.side_pages if name == side.spec.name)
         for tier, pool in side.pools.items():
             is_device = tier is Tier.DEVICE
-            found[pool.name] = _pool(core, pool, orphaned=orphaned if is_device else 0)
+            name = side.spec.pool(tier)
+            found[name] = _pool(core, name, pool, None, orphaned=orphaned if is_device else 0)
     found[STORAGE] = _queue(core)
     return found
 
 
-def _pool(core: CacheCore, pool: PagePool, *, orphaned: int) -> PoolStatus:
+def _pool(
+    core: CacheCore, name: str, pool: PagePool, tier: Tier | None, *, orphaned: int
+) -> PoolStatus:
+    """``name``: what the ballot calls it; a staging pool has another name of its own."""
     ledger, tree = core.manager.ledger, core.tree
-    tier = Tier(pool.name) if pool.name in core.tiers.pools else None
     return PoolStatus(
         pages=pool.num_pages,
         free=pool.num_free,
@@ -136,9 +141,9 @@ def _pool(core: CacheCore, pool: PagePool, *, orphaned: int) -> PoolStatus:
         orphaned=orphaned,
         pinned=0 if tier is None else tree.num_pinned[tier],
         evictable=0 if tier is None else tree.num_evictable[tier],
-        usable=ledger.usable(pool.name),
-        charged=ledger.charged(pool.name),
-        cooling=ledger.cooling(pool.name),
+        usable=ledger.usable(name),
+        charged=ledger.charged(name),
+        cooling=ledger.cooling(name),
     )
 
 

@@ -86,3 +86,13 @@ def test_an_orphan_and_a_reset_are_told():
     assert (status.epoch, status.pools["device"].orphaned, status.requests) == (1, 3, 1)
     assert status.pools["device"].in_use == 3
     assert world.free_pages(Tier.DEVICE)[0] == status.pools["device"].free
+
+
+def test_a_staging_pool_is_told_under_the_name_of_its_tier() -> None:
+    """A pool may have a name of its own; the ballot and the status call it by its tier."""
+    world = World(mode="buffer_only", storage=True)
+    for cache in world.caches:
+        cache.core.tiers.pools[Tier.HOST].name = "staging"
+    world.store("abcd")
+    told = world.same(lambda cache: cache.status().pools["host"])
+    assert (told.pages, told.free, told.charged) == (16, 16, 0)
