@@ -18,6 +18,7 @@ WAITING = {"wait", "wait_for", "sleep", "select", "acquire", "synchronize"}
 #: file: {function: (what bounds it, the test that stalls it)}
 WAITS: dict[str, dict[str, tuple[str, str]]] = {
     "gloo.py": {
+        "_knock": ("timeout_s", "test_store.py::test_who_finds_nobody_says_so_in_one_line"),
         "_meet": ("form_timeout_s", "test_group.py::test_a_rank_that_does_not_come_to_a_new_group"),
         "done": ("it has ended", "test_group.py::test_stopped_and_killed_ranks"),
         "wait": ("timeout_s", "test_group.py::test_a_late_rank_costs_a_bounded_wait"),
