@@ -58,6 +58,12 @@ def test_bytes_move_both_ways(mover: CudaMover, tiers: tuple[KVTensors, KVTensor
 
 
 @pytest.mark.gpu
+def test_a_part_without_pages_ends_well(mover: CudaMover):
+    mover.submit(TO_HOST, [Part(1, (), ())])
+    assert ended(mover) == [Ending(1, True)]
+
+
+@pytest.mark.gpu
 def test_a_copy_waits_for_the_forward_that_writes_its_source(
     mover: CudaMover, tiers: tuple[KVTensors, KVTensors]
 ):

@@ -177,6 +177,15 @@ def test_nothing_submitted_is_nothing_done(make: MakeMover):
 # ----------------------------------------------------------------------------------- endings
 
 
+def test_a_part_without_pages_ends_well(make: MakeMover):
+    """Side pages alone are copied: the part of the KV pages is empty."""
+    mover = make()
+    mover.submit(TO_HOST, [Part(1, (), ())])
+    assert ended(mover) == ok(1)
+    mover.submit(TO_HOST, [Part(2, [3], [5]), Part(3, (), ())])
+    assert ended(mover) == ok(2, 3)
+
+
 def test_endings_come_in_the_order_of_submission(make: MakeMover):
     plans = {4: PartPlan(delay_collects=1), 3: PartPlan(ok=False), 9: PartPlan(delay_collects=1)}
     mover = make(plan_part=planned(plans))

@@ -109,6 +109,8 @@ class CudaMover(ThreadMover):
     def _copy_to_host(self, batch: Batch, invert: bool) -> None:
         stream = self._streams[Direction.TO_HOST]
         source, target = batch.pages()
+        if not len(source):
+            return  # side pages alone: they are another mover's
         index = self._index(source)
         staged: list[torch.Tensor] = []
         with torch.cuda.stream(stream):
