@@ -78,7 +78,8 @@ def join_cache(
     :class:`kvpact.consensus.IncidentFiles` writes them where ``kvpact explain`` reads them.
     ``on_alarm`` is called from a thread of its own, with the error that the next ``step()`` will
     raise, where ranks differ or give up while this rank's scheduler is somewhere else, as in a
-    forward pass that waits for them. It may log, or end the process; it must not use the cache.
+    forward pass that waits for them; not where the policy lets all ranks go on. It may log, or
+    end the process; it must not use the cache.
 
     The cache owns all else: ``close()`` (or leaving its ``with`` block) waits at most
     ``leave_timeout_s`` for the other ranks, so that none loses a verdict that is under way.

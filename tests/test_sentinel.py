@@ -16,7 +16,7 @@ from kvpact.cache.config import CacheConfig
 from kvpact.cache.join import join_cache
 from kvpact.consensus.core.errors import KvpactError, PeerError
 from kvpact.consensus.core.journal import Journal
-from kvpact.consensus.epoch.report import Report, SealedError
+from kvpact.consensus.epoch.report import Policy, Report, SealedError
 from kvpact.consensus.step.sentinel import GATHER_S, HEAR_S, Sentinel
 from kvpact.consensus.transport.gloo import serve_tcp_store
 from kvpact.harness.rank.launch import RankContext, launch
@@ -182,6 +182,23 @@ def test_a_report_reaches_who_does_not_step_at_once(caplog: pytest.LogCaptureFix
     assert "rank 0 has not reacted yet, it is idle" in caplog.text
     assert keys_of(world) == before, "it has only read"
     assert world.ranks[0].stepper.stage == "idle"
+
+
+@pytest.mark.parametrize("kind, is_called", [("raise", True), ("reset", False), ("observe", False)])
+def test_who_will_go_on_is_not_alarmed(kind: str, is_called: bool) -> None:
+    """A difference that the policy heals is logged, and ends no engine."""
+    world = differing()
+    told: list[KvpactError] = []
+    watching: list[Sentinel] = []
+    for rank in world.ranks:
+        rank.stepper.change.closer._policy = Policy(kind)
+        sentinel = Sentinel(
+            rank.stepper, world.store, clock=lambda: world.net.now_s, on_alarm=told.append
+        )
+        watching.append(sentinel)
+    alarms = looked(watching)
+    assert all(alarm is not None and alarm.ranks == (1,) for alarm in alarms)
+    assert bool(told) is is_called
 
 
 def test_who_is_waited_for_hears_of_it() -> None:

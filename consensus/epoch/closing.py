@@ -240,8 +240,8 @@ class Closer:
             if rank != self.rank
         )
 
-    def overheard(self, *, is_enough: Callable[[dict[int, Report]], bool]) -> SealedError | None:
-        """What others say of the end of this epoch, once it is sealed or ``is_enough``.
+    def overheard(self, *, is_enough: Callable[[dict[int, Report]], bool]) -> Seal | None:
+        """What will be sealed, by what others say of the end of this epoch, once ``is_enough``.
 
         It only reads: any thread may ask, while the scheduler's own hangs and reports nothing.
         """
@@ -249,12 +249,20 @@ class Closer:
             return None
         standing = self._store.get(self._key("seal"))
         if standing is not None:
-            return self._seal_of(standing).error
+            return self._seal_of(standing)
         reports = self._filed()
         if not reports or not is_enough(reports):
             return None
         missing = [rank for rank in self._ranks if rank not in reports]
-        return judge(reports, dict.fromkeys(missing), epoch=self.epoch).error
+        seal = self.judged(reports, missing)
+        if seal.error.kind == "Divergence":  # this rank will report too: then the policy may help
+            others = [rank for rank in missing if rank != self.rank]
+            seal = msgspec.structs.replace(seal, then=self.judged(reports, others).then)
+        return seal
+
+    def judged(self, reports: dict[int, Report], missing: Sequence[int]) -> Seal:
+        """What these reports amount to here, where nothing is known of ``missing`` ranks."""
+        return judge(reports, dict.fromkeys(missing), epoch=self.epoch, policy=self._policy)
 
     def _is_looking(self, now_s: float) -> bool:
         """Looking for a rank takes a moment: do it while its report may still come.

@@ -21,8 +21,7 @@ import msgspec
 from kvpact.consensus.core.ballot import Status, Verdict, tally
 from kvpact.consensus.core.errors import KvpactError, StoreSilent
 from kvpact.consensus.core.journal import Entry, Journal
-from kvpact.consensus.epoch.judge import judge
-from kvpact.consensus.epoch.report import Report, SealedError
+from kvpact.consensus.epoch.report import Report, Seal, SealedError
 from kvpact.consensus.step.stage import InFlight, Stage
 from kvpact.consensus.step.step import Stepper
 from kvpact.consensus.transport.bounded import inside
@@ -48,8 +47,8 @@ class Sentinel:
 
     ``start`` runs it on a thread of its own; a simulator calls ``look`` instead. ``store`` should
     bound its calls. What is found stands under ``epoch/<group's epoch>/alarm/<epoch>/<rank>``.
-    ``on_alarm`` is called, from that thread, where the scheduler does not react to it yet; what it
-    raises is logged.
+    ``on_alarm`` is called, from that thread, where the scheduler does not react to it yet and will
+    have to raise it: not where the policy lets all ranks go on. What it raises is logged.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class Sentinel:
         missing = [rank for rank in ranks if rank not in reports]
         if missing and self._clock() - self._filed_at < GATHER_S:
             return
-        self._raise_alarm(judge(reports, dict.fromkeys(missing), epoch=self._filed_epoch).error)
+        self._raise_alarm(self._stepper.change.closer.judged(reports, missing))
 
     def _listen(self) -> None:
         """Hear what others report who have given this epoch up."""
@@ -194,14 +193,14 @@ class Sentinel:
         are_all = all(rank in reports for rank in group.ranks if rank != group.rank)
         return is_told or are_all or now - self._heard_at >= GATHER_S
 
-    def _raise_alarm(self, error: SealedError) -> None:
-        self.alarm = error
+    def _raise_alarm(self, seal: Seal) -> None:
+        self.alarm = seal.error
         rank, stage = self._stepper.group.rank, self._stepper.stage
         if stage in _REACTING:
             return
-        told = error.build()
+        told = seal.error.build()
         _log.error("rank %d has not reacted yet, it is %s: %s", rank, stage, told)
-        if self._on_alarm is not None:
+        if self._on_alarm is not None and seal.then == "raise":
             try:
                 self._on_alarm(told)
             except Exception:  # noqa: BLE001 - the sentinel must go on
