@@ -6,13 +6,16 @@ from collections import Counter
 
 from kvpact.cache.core import CacheCore
 from kvpact.cache.tree.node import STORAGE, Node, Tier
-from kvpact.consensus.core.errors import InternalError
+from kvpact.consensus.core.errors import ConservationBroken
 
 __all__ = ["audit"]
 
 
 def audit(core: CacheCore) -> None:
-    """Raise :class:`InternalError` unless pages, pins, slots and ledger all add up."""
+    """Raise :class:`ConservationBroken` unless pages and ledger add up.
+
+    And :class:`InternalError` unless pins, slots and the tree do.
+    """
     core.tree.check_integrity()
     core.manager.check_integrity()
     nodes = list(core.tree.nodes())
@@ -34,10 +37,10 @@ def _check_pages(core: CacheCore, tier: Tier, in_tree: list[int]) -> None:
         owned += [page for request in core.requests for page in request.private]
     twice = [page for page, count in Counter(owned).items() if count > 1]
     if twice:
-        raise InternalError(f"{tier.value} pages {twice} have two owners", rank=core.rank)
+        raise ConservationBroken(f"{tier.value} pages {twice} have two owners", rank=core.rank)
     total = len(owned) + pool.num_free + pool.num_limbo
     if total != pool.num_pages:
-        raise InternalError(
+        raise ConservationBroken(
             f"{tier.value}: {len(owned)} owned + {pool.num_free} free + {pool.num_limbo} in limbo"
             f" are not {pool.num_pages} pages",
             rank=core.rank,
@@ -57,7 +60,7 @@ def _require_charged(core: CacheCore, name: str, num_pages: int) -> None:
     expected = num_pages + ledger.cooling(name)
     expected += sum(intent.need.get(name, 0) for intent in core.manager.open_intents)
     if ledger.charged(name) != expected:
-        raise InternalError(
+        raise ConservationBroken(
             f"{name}: the ledger has {ledger.charged(name)} pages charged, {expected} are used",
             rank=core.rank,
         )
@@ -76,7 +79,7 @@ def _check_side_pools(core: CacheCore, nodes: list[Node]) -> None:
                 pages += core.orphans.side_pages_of(one.spec.name)
             total = len(pages) + pool.num_free + pool.num_limbo
             if len(set(pages)) != len(pages) or total != pool.num_pages:
-                raise InternalError(
+                raise ConservationBroken(
                     f"{name}: {pages} owned + {pool.num_free} free + {pool.num_limbo} in limbo are"
                     f" not {pool.num_pages} pages with one owner each",
                     rank=core.rank,

@@ -95,7 +95,7 @@ def status_of(core: CacheCore, stepper: Stepper, counters: dict[str, int]) -> Ca
         step=manager.step,
         settled_step=manager.settled_step,
         clock_ms=manager.clock_ms,
-        stage=stepper.stage,
+        stage=stepper.stage.value,
         weights=core.weights,
         fingerprint=core.journal.fingerprint,
         live_digest=core.requests.digest,

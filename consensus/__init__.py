@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvpact.consensus.core.ballot import Schema, Status
     from kvpact.consensus.core.errors import (
         BadInput,
+        ConservationBroken,
         Divergence,
         InternalError,
         KvpactError,
@@ -56,6 +57,7 @@ __all__ = [
     "CarriesNothing",
     "ChainFate",
     "ChainPlan",
+    "ConservationBroken",
     "Divergence",
     "Entry",
     "GlooGroup",
@@ -109,6 +111,7 @@ _HOMES = {
     "kvpact.consensus.core.ballot": ("Schema", "Status"),
     "kvpact.consensus.core.errors": (
         "BadInput",
+        "ConservationBroken",
         "Divergence",
         "InternalError",
         "KvpactError",

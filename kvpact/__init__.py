@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvpact.cache.tree.side import SideSpec
     from kvpact.consensus.core.errors import (
         BadInput,
+        ConservationBroken,
         Divergence,
         InternalError,
         KvpactError,
@@ -50,6 +51,7 @@ __all__ = [
     "CacheEvent",
     "CacheMetrics",
     "CacheStatus",
+    "ConservationBroken",
     "Divergence",
     "EngineTensors",
     "HierarchicalCache",
@@ -105,6 +107,7 @@ _HOMES = {
     "kvpact.cache.tree.side": ("SideSpec",),
     "kvpact.consensus.core.errors": (
         "BadInput",
+        "ConservationBroken",
         "Divergence",
         "InternalError",
         "KvpactError",

@@ -364,7 +364,11 @@ def _leak(gather: Gather) -> None:
 
 
 def _lost_page(gather: Gather) -> None:
-    _end_of_rank_1(gather, how="raised", error="InternalError", message="page 3 has two owners")
+    _end_of_rank_1(gather, how="raised", error="ConservationBroken", message="in other words")
+
+
+def _lost_page_elsewhere(gather: Gather) -> None:
+    _end_of_rank_1(gather, how="raised", error="PeerError", raised="ConservationBroken")
 
 
 def _bug(gather: Gather) -> None:
@@ -391,6 +395,7 @@ def _dull_control(gather: Gather) -> None:
         (_no_end, Verdict.HANG),
         (_leak, Verdict.LEAK),
         (_lost_page, Verdict.LEAK),
+        (_lost_page_elsewhere, Verdict.LEAK),
         (_bug, Verdict.HARNESS_ERROR),
         (_tight_budget, Verdict.SLOW),
         (_uncovered, Verdict.NOT_COVERED),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpact.cache.tree.eviction import LeastRecentlyUsed
-from kvpact.cache.tree.node import Carriage, Node, Presence, Residency, Standing, Tier
+from kvpact.cache.tree.node import MOVES, Carriage, Node, Presence, Residency, Standing, Tier
 from kvpact.cache.tree.radix_tree import RadixTree
 from kvpact.consensus.core.errors import InternalError
 from tests.cache_world import PAGE_SIZE, no_note, prompt
@@ -115,11 +115,14 @@ class Twin(RuleBasedStateMachine):
             if node.parent is not None
             and (node.parent.is_root or node.parent.at(tier).is_published)
             and node.at(tier).carriage is None
+            and (node.at(tier).state is ABSENT or state in MOVES[node.at(tier).state])
         ]
         node = self.pick(data, allowed)
         if node is None:
             return
         own = self.fresh(node.num_pages)
+        if state not in MOVES[node.at(tier).state]:
+            self.tree.place(node, tier, RESERVED)
         self.tree.place(node, tier, state, list(own))
         for page, index in zip(self.of(node), own, strict=True):
             page.state[tier], page.page[tier] = state, index

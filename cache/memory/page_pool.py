@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvpact.consensus.core.errors import InternalError, Misuse
+from kvpact.consensus.core.errors import ConservationBroken, InternalError, Misuse
 
 __all__ = ["PagePool"]
 
@@ -162,25 +162,25 @@ class PagePool:
             self._note("limbo", [page for page, one in enumerate(state) if one == _LIMBO])
 
     def check_integrity(self) -> None:
-        """Count everything anew; raises `InternalError` naming the first thing that is wrong."""
+        """Count everything anew; raises `ConservationBroken` naming what is wrong first."""
         counts = [0, 0, 0]
         for page, (state, held) in enumerate(zip(self._state, self._holds, strict=True)):
             counts[state] += 1
             wrong = held < 0 or (state == _FREE and held) or (state == _LIMBO and not held)
             if wrong:
-                raise InternalError(
+                raise ConservationBroken(
                     f"pool {self.name!r}: page {page} is {_STATE_NAMES[state]} with {held} holders"
                 )
         listed = [False] * self.num_pages
         for page in self._free:
             if self._state[page] != _FREE or listed[page]:
-                raise InternalError(
+                raise ConservationBroken(
                     f"pool {self.name!r}: page {page} is on the free list"
                     f" {'twice' if listed[page] else 'but ' + _STATE_NAMES[self._state[page]]}"
                 )
             listed[page] = True
         if counts[_FREE] != len(self._free) or counts[_LIMBO] != self._num_limbo:
-            raise InternalError(
+            raise ConservationBroken(
                 f"pool {self.name!r}: counted {counts[_FREE]} free and {counts[_LIMBO]} in limbo,"
                 f" kept {len(self._free)} and {self._num_limbo}"
             )

@@ -210,7 +210,8 @@ class Admission(Path):
         is_whole = request.held_pages == wish.held_pages and len(request.private) == own
         if is_whole and not is_refused and not wish.is_lost:
             self.num_admitted += 1
-            ticket.state, ticket.num_pages = TicketState.READY, loaded + own
+            ticket.num_pages = loaded + own
+            ticket.grant()
             return
         self._give_back(request)
         request.host_hit_pages = 0
@@ -359,7 +360,7 @@ class Admission(Path):
     def clear(self) -> None:
         """The epoch is over: who waits need not wait."""
         for wish in (*self._line, *self._open):
-            wish.ticket.refuse("the epoch was closed")
+            wish.ticket.give_up("the epoch was closed")
         self._line.clear()
         self._open.clear()
         self._room_lacked = None

@@ -93,7 +93,7 @@ class EnginePages(Path):
                 self._withdraw(serial)
         for ticket, _ in self._waiting:
             if ticket.request is request:
-                ticket.refuse("the request was aborted")
+                ticket.give_up("the request was aborted")
 
     def free(self, request: Request, num_pages: int) -> None:
         """The request gives its last ``num_pages`` private pages back."""
@@ -208,7 +208,8 @@ class EnginePages(Path):
         if ticket is None:
             self._stock += kept
         else:
-            ticket.state, ticket.num_pages = TicketState.READY, len(kept)
+            ticket.num_pages = len(kept)
+            ticket.grant()
             ticket.request.private += kept
 
     def abort(self, intent: Intent) -> None:
@@ -227,7 +228,7 @@ class EnginePages(Path):
         """The epoch is over: who waits need not wait, and the headroom is filled anew."""
         for ticket in [*self._tickets.values(), *(ticket for ticket, _ in self._waiting)]:
             ticket.num_pages = 0
-            ticket.refuse("the epoch was closed")
+            ticket.give_up("the epoch was closed")
         self._tickets.clear()
         self._waiting.clear()
         self._reserved.clear()

@@ -140,7 +140,7 @@ class LoadBack(Path):
             device = self._on_device(ticket.path)
             ticket.num_pages = self._count(device) - ticket.present_pages
             if ticket.num_pages > 0:
-                ticket.state = TicketState.READY
+                ticket.grant()
                 ticket.request.host_hit_pages = ticket.num_pages
                 self._requests.hold(ticket.request, device[-1])
             else:
@@ -418,7 +418,7 @@ class LoadBack(Path):
     def clear(self) -> None:
         """The epoch is over: nothing of it is open, and who waits need not wait."""
         for ticket in self._tickets:
-            ticket.refuse("the epoch was closed")
+            ticket.give_up("the epoch was closed")
         self._tickets.clear()
         self._waiting.clear()
         self._carriages.clear()

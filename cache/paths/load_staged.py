@@ -87,5 +87,5 @@ class StagedLoads(Path):
     def clear(self) -> None:
         """The epoch is over."""
         for staged in self._loads:
-            staged.ticket.refuse("the epoch was closed")
+            staged.ticket.give_up("the epoch was closed")
         self._loads.clear()

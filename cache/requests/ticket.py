@@ -6,6 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from kvpact.cache.tree.node import Carriage, Node
+from kvpact.consensus.core.errors import InternalError
 from kvpact.consensus.core.participant import Intent
 
 if TYPE_CHECKING:
@@ -20,6 +21,14 @@ class TicketState(enum.Enum):
     PENDING = "pending"  # a step decides it
     READY = "ready"  # its pages are the request's to use (loads: start_loading waits for them)
     REFUSED = "refused"  # nothing came of it; ``why`` says so
+
+
+#: A ticket is answered once.
+MOVES: dict[TicketState, frozenset[TicketState]] = {
+    TicketState.PENDING: frozenset({TicketState.READY, TicketState.REFUSED}),
+    TicketState.READY: frozenset(),
+    TicketState.REFUSED: frozenset(),
+}
 
 
 class Ticket:
@@ -47,7 +56,22 @@ class Ticket:
         """The prefix it is about, as the tree has it now."""
         return [] if self.node is None else self.node.path()
 
+    def grant(self) -> None:
+        """It is READY. Raises :class:`InternalError` where it is answered already."""
+        self._answer(TicketState.READY)
+
     def refuse(self, why: str) -> None:
-        """Nothing comes of it."""
-        self.state = TicketState.REFUSED
+        """Nothing comes of it. Raises :class:`InternalError` where it is answered already."""
+        self._answer(TicketState.REFUSED)
         self.why = why
+
+    def give_up(self, why: str) -> None:
+        """Refuse it, unless it has its answer already."""
+        if self.state is TicketState.PENDING:
+            self.refuse(why)
+
+    def _answer(self, state: TicketState) -> None:
+        if state not in MOVES[self.state]:
+            name = self.request.name
+            raise InternalError(f"the ticket of {name!r} is {self.state.value}, not {state.value}")
+        self.state = state

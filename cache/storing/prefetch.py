@@ -160,8 +160,7 @@ class Prefetch:
         """The request was aborted: everything of its prefetches comes back."""
         for fetch in list(self._fetches.values()):
             if fetch.ticket.request is request and fetch.intent is not None:
-                if fetch.ticket.state is TicketState.PENDING:
-                    fetch.ticket.refuse("the request was aborted")
+                fetch.ticket.give_up("the request was aborted")
                 fetch.is_discarded = True
                 if fetch.intent.is_undecided:
                     self._tiers.manager.withdraw(fetch.intent)
@@ -224,8 +223,7 @@ class Prefetch:
         """Some rank has not a single page of it, or no room."""
         self.num_aborts += 1
         fetch = self._fetches[intent.serial]
-        if fetch.ticket.state is TicketState.PENDING:
-            fetch.ticket.refuse("some rank has no page of it")
+        fetch.ticket.give_up("some rank has no page of it")
 
     def ended(self, intent: Intent) -> None:
         """Publish what arrived on every rank; everything else is free again."""
@@ -239,7 +237,7 @@ class Prefetch:
         if ticket.state is TicketState.PENDING:
             if good:
                 ticket.num_pages = good
-                ticket.state = TicketState.READY
+                ticket.grant()
             else:
                 ticket.refuse("nothing arrived on every rank")
 
@@ -279,7 +277,7 @@ class Prefetch:
     def clear(self) -> None:
         """The epoch is over: nothing of it is open, and who waits need not wait."""
         for fetch in self._fetches.values():
-            fetch.ticket.refuse("the epoch was closed")
+            fetch.ticket.give_up("the epoch was closed")
         self._fetches.clear()
 
 

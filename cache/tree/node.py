@@ -50,6 +50,16 @@ class Residency(enum.IntEnum):
     RESIDENT = 3
 
 
+#: Where a node in a tier may go from each state. What is published goes back to ABSENT only.
+MOVES: dict[Residency, frozenset[Residency]] = {
+    # Its bytes may be there from the start: an engine computed them, or a storage had them.
+    Residency.ABSENT: frozenset({Residency.RESERVED, Residency.RESIDENT}),
+    Residency.RESERVED: frozenset({Residency.ABSENT, Residency.COPYING, Residency.RESIDENT}),
+    Residency.COPYING: frozenset({Residency.ABSENT, Residency.RESIDENT}),
+    Residency.RESIDENT: frozenset({Residency.ABSENT}),
+}
+
+
 class Standing(enum.IntEnum):
     """What a node means to evictions from one tier."""
 

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from kvpact.cache.tree.eviction import EvictionOrder, EvictionPolicy
-from kvpact.cache.tree.node import Node, Presence, Residency, Standing, Tier, Tokens
+from kvpact.cache.tree.node import MOVES, Node, Presence, Residency, Standing, Tier, Tokens
 from kvpact.cache.tree.side import split_side
 from kvpact.consensus.core.ballot import MASK62
 from kvpact.consensus.core.errors import InternalError, Misuse
@@ -156,9 +156,14 @@ class RadixTree:
     ) -> None:
         """Set the residency of ``node`` in ``tier``; published states take the pages with them.
 
-        Raises :class:`InternalError` where the number of pages is not that of the node.
+        Raises :class:`InternalError`, and has changed nothing, where the number of pages is not
+        that of the node, or the table of moves does not have this one.
         """
         presence = node.at(tier)
+        if state not in MOVES[presence.state]:
+            raise InternalError(
+                f"{node!r} is {presence.state.name} in {tier.value}: it cannot be {state.name} next"
+            )
         kept = presence.pages if pages is None else tuple(pages)
         if state < Residency.COPYING:
             kept = ()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 __all__ = [
     "BadInput",
+    "ConservationBroken",
     "Divergence",
     "InternalError",
     "KvpactError",
@@ -122,9 +123,16 @@ class BadInput(Misuse):
 
 
 class PeerError(KvpactError):
-    """Another rank did not do what every rank must do."""
+    """Another rank did not do what every rank must do.
+
+    ``raised`` is the class of the exception that it met, by name; empty where it met none.
+    """
 
     _advice = "look at the log of the named rank: its exception stands there with its traceback"
+
+    def __init__(self, message: str, *, raised: str = "", **where: Any) -> None:
+        super().__init__(message, **where)
+        self.raised = raised
 
 
 class Divergence(PeerError):
@@ -226,3 +234,7 @@ class InternalError(KvpactError):
     """A bug in kvpact: an invariant does not hold."""
 
     _advice = "this is a bug in kvpact: please report it with the journals of all ranks"
+
+
+class ConservationBroken(InternalError):
+    """A bug in kvpact: a page has two owners or none, or an account of pages does not add up."""

@@ -215,6 +215,7 @@ def _broken(reports: Mapping[int, Report], epoch: int) -> SealedError:
         ranks=(report.broken_rank,),
         epoch=epoch,
         step=report.at_step,
+        raised=own.raised if own is not None else "",
     )
 
 
@@ -226,7 +227,7 @@ def _stuck(reports: Mapping[int, Report], epoch: int) -> SealedError:
     lacking: list[int] = []
     for rank, report in sorted(reports.items()):
         story += [f"rank {rank}: {line}" for line in report.pending[:_PENDING_TOLD]]
-        if report.pending and "not ended here" in report.pending[0]:
+        if report.owes_ending:
             lacking.append(rank)
     return SealedError(
         kind="ProgressLost",

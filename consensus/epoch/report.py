@@ -81,8 +81,9 @@ class Report(msgspec.Struct, frozen=True):
     ``cause``: ``mismatch`` (it saw headers differ at ballot ``at_step``), ``waited`` (its deadline
     passed), ``late`` (it came after others had given up), ``lost`` (the transport broke),
     ``broken`` (a rank said so), ``stuck`` (something outlived its bound), ``asked`` (others are
-    closing). ``broken_rank`` is the rank that said so, or this one, where an exception cut short
-    what it did; ``pending`` are its oldest open intents, as lines.
+    closing). ``broken_rank`` is the rank that said so, or this one, where an exception of class
+    ``raised`` cut short what it did; ``pending`` are its oldest open intents, as lines for a
+    person; ``owes_ending``: the oldest of them has not ended on this rank.
 
     ``held`` are the last verdicts it settled. ``live`` gives the pages of each live request and
     ``kept`` names what a ``detach`` could keep here (sorted numbers): what a new epoch may carry
@@ -98,12 +99,14 @@ class Report(msgspec.Struct, frozen=True):
     tail: list[Entry]
     held: dict[int, list[int]]
     broken_rank: int = -1
+    raised: str = ""
     detail: str = ""
     live: dict[str, int] = {}
     kept: list[int] = []
     pools: dict[str, dict[str, int]] = {}
     epoch: int = -1  # after an agreed call on some ranks only not all are in the same
     pending: list[str] = []
+    owes_ending: bool = False
     phase: str = ""
     waited_s: float = 0.0
     num_resets: int = 0
@@ -147,6 +150,7 @@ class SealedError(msgspec.Struct, frozen=True):
     phase: str = ""
     waited_s: float = 0.0
     dead: bool = False
+    raised: str = ""
 
     def build(self) -> KvpactError:
         """A new exception with this content."""
@@ -176,7 +180,7 @@ class SealedError(msgspec.Struct, frozen=True):
             case "StoreForged":
                 return StoreForged(self.message, **where)
             case _:
-                return PeerError(self.message, **where)
+                return PeerError(self.message, raised=self.raised, **where)
 
 
 class Seal(msgspec.Struct, frozen=True):

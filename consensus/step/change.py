@@ -107,6 +107,7 @@ class EpochChange:
         held: dict[int, Vector],
         waited_s: float,
         broken_rank: int,
+        raised: str,
         detail: str,
         phase: str,
     ) -> None:
@@ -117,6 +118,7 @@ class EpochChange:
         if cause not in ("waited", "late"):
             grace_s += self._limits.deadline_s  # the others have not waited yet
         manager.journal.flush()
+        oldest = manager.oldest_open
         report = Report(
             rank=self._group.rank,
             cause=cause,
@@ -127,12 +129,14 @@ class EpochChange:
             tail=manager.journal.tail(),
             held={step: vector.tolist() for step, vector in held.items()},
             broken_rank=broken_rank,
+            raised=raised,
             detail=detail,
             epoch=manager.epoch,
             live=self._carrier.live(),
             kept=self._carrier.kept() if self._policy.kind == "detach" else [],
             pools=self._carrier.pools(),
             pending=describe(manager),
+            owes_ending=oldest is not None and not oldest.local_ended,
             phase=phase,
             waited_s=waited_s,
             num_resets=len(self._resets_at),

@@ -32,7 +32,7 @@ __all__ = ["Sentinel"]
 
 _log = logging.getLogger("kvpact")
 
-_REACTING = (Stage.CLOSING.value, Stage.OPENING.value, Stage.CLOSED.value)
+_REACTING = (Stage.CLOSING, Stage.OPENING, Stage.CLOSED)
 _TRIES = 8
 #: How long it waits for what the others file before it says what it knows.
 GATHER_S = 2.0

@@ -8,23 +8,52 @@ from typing import Protocol
 import msgspec
 
 from kvpact.consensus.core.ballot import Header, Vector
+from kvpact.consensus.core.errors import InternalError
 from kvpact.consensus.transport.gloo import Work
 
-__all__ = ["Beacon", "InFlight", "Stage"]
+__all__ = ["MOVES", "Beacon", "InFlight", "Stage", "move"]
 
 
-class Stage(enum.Enum):
+class Stage(enum.StrEnum):
     """What the stepper does next."""
 
-    IDLE = "idle"
-    BEGUN = "entering a step"
-    AWAIT_LAGGED = "waiting for the verdict of an earlier step"
+    IDLE = "idle"  # between two steps
+    BEGUN = "entering a step"  # it was begun while the epoch before it ended
+    AWAIT_LAGGED = "waiting for the verdict of an earlier step"  # before it may post its own
     POST = "preparing its ballot"
-    AWAIT = "waiting for the verdict"
-    DONE = "settled"
-    CLOSING = "closing the epoch"
-    OPENING = "opening a new epoch"
-    CLOSED = "closed"
+    AWAIT = "waiting for the verdict"  # of its own ballot, or of one that it must hear out
+    DONE = "settled"  # what this step had to settle is settled
+    CLOSING = "closing the epoch"  # it has given up, and waits for the seal
+    OPENING = "opening a new epoch"  # the ranks meet in a new group
+    CLOSED = "closed"  # it has raised the sealed error, and raises it again
+
+
+#: Where each stage leads to. CLOSED follows from all: nobody can be asked any more.
+MOVES: dict[Stage, frozenset[Stage]] = {
+    Stage.IDLE: frozenset({Stage.AWAIT_LAGGED, Stage.POST, Stage.CLOSING, Stage.CLOSED}),
+    Stage.BEGUN: frozenset({Stage.AWAIT_LAGGED, Stage.POST, Stage.CLOSED}),
+    Stage.AWAIT_LAGGED: frozenset(
+        # The next of several ballots; or it goes on alone, from the beginning of the step.
+        {Stage.AWAIT_LAGGED, Stage.BEGUN, Stage.POST, Stage.CLOSING, Stage.CLOSED}
+    ),
+    Stage.POST: frozenset({Stage.AWAIT, Stage.DONE, Stage.CLOSED}),
+    Stage.AWAIT: frozenset({Stage.AWAIT, Stage.DONE, Stage.CLOSING, Stage.CLOSED}),
+    Stage.DONE: frozenset({Stage.IDLE, Stage.CLOSED}),
+    Stage.CLOSING: frozenset(
+        # Who only observes goes back to where it was.
+        {Stage.OPENING, Stage.CLOSED, Stage.IDLE, Stage.BEGUN, Stage.AWAIT_LAGGED, Stage.AWAIT,
+         Stage.DONE}
+    ),
+    Stage.OPENING: frozenset({Stage.BEGUN, Stage.DONE, Stage.IDLE, Stage.CLOSED}),
+    Stage.CLOSED: frozenset(),
+}  # fmt: skip
+
+
+def move(before: Stage, after: Stage) -> Stage:
+    """``after``. Raises :class:`InternalError` where the table has no such move."""
+    if after not in MOVES[before]:
+        raise InternalError(f"a rank that is {before.value} cannot be {after.value} next")
+    return after
 
 
 class InFlight(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ from kvpact.consensus.step.change import Carrier, EpochChange
 from kvpact.consensus.step.machine import Machine
 from kvpact.consensus.step.observe import Alone, Observation, OwnVote
 from kvpact.consensus.step.progress import Progress
-from kvpact.consensus.step.stage import Beacon, InFlight, Stage
+from kvpact.consensus.step.stage import Beacon, InFlight, Stage, move
 from kvpact.consensus.step.wait import PAUSED, StepLimits, VerdictWait
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
@@ -252,7 +252,7 @@ class Stepper:
             yield
         finally:
             self._paused_s += self.group.now() - began
-            self._enter(self._stage)
+            self._say_where()
 
     def attempt(self, part: Callable[[], None]) -> None:
         """Between steps: do a part of the next step's preparation now.
@@ -287,9 +287,9 @@ class Stepper:
         self._forget_epoch()
 
     @property
-    def stage(self) -> str:
-        """What this rank is doing, in words."""
-        return self._stage.value
+    def stage(self) -> Stage:
+        """What this rank is doing; as a text it reads in words."""
+        return self._stage
 
     @property
     def rests(self) -> bool:
@@ -305,7 +305,11 @@ class Stepper:
     # -- inside ----------------------------------------------------------------------------------
 
     def _enter(self, stage: Stage) -> None:
-        self._stage = stage
+        self._stage = move(self._stage, stage)
+        self._say_where()
+
+    def _say_where(self) -> None:
+        stage = self._stage
         if self._beacon is not None:
             manager = self.manager
             self._beacon.at(manager.epoch, manager.step, stage.value, self.num_collectives)
@@ -500,9 +504,10 @@ class Stepper:
         return before is None or now - before >= 0.9 * self.limits.deadline_s
 
     def _give_up(self, cause: str, step: int, *, broken_rank: int = -1, detail: str = "") -> None:
+        raised = ""
         if self._cause is not None and broken_rank in (-1, self.group.rank):
-            broken_rank = self.group.rank
-            detail = f"{type(self._cause).__name__}: {self._cause}"
+            broken_rank, raised = self.group.rank, type(self._cause).__name__
+            detail = f"{raised}: {self._cause}"
         self._closing_from = self._stage
         self.change.file(
             cause,
@@ -511,6 +516,7 @@ class Stepper:
             held=self._held,
             waited_s=self.group.now() - self._waiting_since,
             broken_rank=broken_rank,
+            raised=raised,
             detail=detail,
             phase=self._stage.value,
         )

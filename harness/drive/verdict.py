@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from kvpact.consensus.core.errors import ConservationBroken
 from kvpact.harness.drive.gather import Gather, RankView, end_of
 from kvpact.harness.soak.coverage import missing
 from kvpact.harness.soak.resources import Growth, growth
@@ -127,7 +128,6 @@ def _worst(gather: Gather, trouble: str, grown: tuple[Growth, ...]) -> tuple[Ver
 
 
 _HANGS: Final = ("RankStalled", "PeerLost", "ProgressLost", "StoreSilent")
-_CONSERVATION: Final = ("two owners", "in limbo", "the ledger has", "pages leaked")
 
 
 def _classify(view: RankView) -> Verdict:
@@ -141,10 +141,11 @@ def _classify(view: RankView) -> Verdict:
         return Verdict.DIVERGENCE
     if end.error in _HANGS:
         return Verdict.HANG
+    # What one rank met inside a step reaches all ranks as a PeerError that names its class.
+    if ConservationBroken.__name__ in (end.error, end.raised):
+        return Verdict.LEAK
     if end.error in ("InternalError", "PeerError"):
-        # What one rank met inside a step reaches all ranks as a PeerError with its message.
-        is_leak = any(words in end.message for words in _CONSERVATION)
-        return Verdict.LEAK if is_leak else Verdict.BROKEN_PROMISE
+        return Verdict.BROKEN_PROMISE
     return Verdict.HARNESS_ERROR
 
 

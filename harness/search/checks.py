@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kvpact.consensus.core.errors import InternalError
 from kvpact.consensus.core.participant import Intent
 from kvpact.consensus.core.transaction import State
+from kvpact.consensus.step.stage import Stage
 from kvpact.harness.search.world import LIMITS, POOLS, TICK_S, Member, Wish, World
 
 __all__ = ["broken"]
@@ -100,7 +101,7 @@ def _is_part(intent: Intent) -> bool:
 
 def _is_between(member: Member) -> bool:
     """Its epoch is over, and no other one has begun."""
-    return member.error is not None or member.stepper.stage == "opening a new epoch"
+    return member.error is not None or member.stepper.stage is Stage.OPENING
 
 
 def _bounds(member: Member) -> Iterator[str]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvpact.consensus.core.manager import TransactionManager
 from kvpact.consensus.core.participant import Intent
+from kvpact.consensus.step.stage import Stage
 from kvpact.consensus.step.step import Stepper
 from kvpact.harness.search.world import LIMITS, Member, World
 
@@ -56,7 +57,7 @@ def digest(world: World) -> bytes:
     """16 bytes that are the same for worlds that can go on in the same ways only."""
     view = _View(world)
     alive = world.alive
-    closing = any(member.stepper.stage.endswith("epoch") for member in alive)
+    closing = any(member.stepper.stage in (Stage.CLOSING, Stage.OPENING) for member in alive)
     claims = [
         (key, value)
         for key, value in sorted(world.net.values.items())
@@ -145,7 +146,7 @@ def _stepper(stepper: Stepper, view: _View) -> list[Any]:
         if step >= base
     ]
     patient: list[Any] = []
-    if stepper.stage.startswith("waiting"):
+    if stepper.stage in (Stage.AWAIT, Stage.AWAIT_LAGGED):
         patient = [min(now - stepper._waiting_since, 2 * _FAR_S)]
         if stepper._has_to_wait:
             patient += [
@@ -164,7 +165,7 @@ def _stepper(stepper: Stepper, view: _View) -> list[Any]:
              max(0, seen.through - base), max(0, seen._quiet_until - base)]  # fmt: skip
     clock_ms = round((now - stepper._started) * 1000) - stepper.manager.clock_ms
     return [
-        stepper.stage, stepper._closing_from.value, stepper._is_leaving, works, held, posted_at,
-        patient, closing, opening, clock_ms, str(stepper._cause),
+        stepper.stage.value, stepper._closing_from.value, stepper._is_leaving, works, held,
+        posted_at, patient, closing, opening, clock_ms, str(stepper._cause),
         known, rests,
     ]  # fmt: skip

@@ -122,12 +122,15 @@ class Latencies:
 class End(msgspec.Struct, frozen=True):
     """How a rank's loop ended. ``how``: ``done``, ``stopped`` (asked to) or ``raised``.
 
+    ``error`` is the class of what it raised, ``raised`` the class of what another rank had met.
+
     ``leftovers`` are what should have come back to its baseline and did not; ``tail`` the last
     decisions of the journal, as ``(index, line)``. ``at_s`` counts from when the ranks had met.
     """
 
     how: str
     error: str = ""
+    raised: str = ""
     message: str = ""
     ranks: tuple[int, ...] = ()
     error_step: int | None = None

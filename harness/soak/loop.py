@@ -17,7 +17,7 @@ import msgspec
 
 from kvpact.cache.hierarchical_cache import StepResult
 from kvpact.cache.tree.node import Node, Tier
-from kvpact.consensus.core.errors import KvpactError
+from kvpact.consensus.core.errors import KvpactError, PeerError
 from kvpact.consensus.epoch.report import Incident
 from kvpact.harness.soak.config import SoakConfig
 from kvpact.harness.soak.engine import Rounds, SoakEngine
@@ -217,6 +217,7 @@ class SoakLoop:
         self.feed.end = End(
             how="raised",
             error=type(error).__name__,
+            raised=error.raised if isinstance(error, PeerError) else "",
             message=known.message if known is not None else str(error),
             ranks=known.ranks if known is not None else (),
             error_step=known.step if known is not None else None,
