@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvpact.consensus.core.errors import PeerError
 from kvpact.consensus.core.journal import Entry
 from kvpact.consensus.epoch.closing import judge
 from kvpact.consensus.epoch.report import Policy, Report, Seal
@@ -179,7 +180,7 @@ def test_who_has_not_done_its_part_is_named_where_all_wait() -> None:
     there = ["<load a>: not ended on another rank"]
     reports = [
         report(0, "stuck", 9, pending=there, detail="no progress for 300 s"),
-        report(1, "stuck", 8, pending=here, detail="no progress for 301 s"),
+        report(1, "stuck", 8, pending=here, owes_ending=True, detail="no progress for 301 s"),
         report(2, "asked", 8, pending=[]),
     ]
     error = error_of(reports)
@@ -192,6 +193,25 @@ def test_who_has_not_done_its_part_is_named_where_all_wait() -> None:
         "rank 1: <load c>: waits",
     )
     assert error_of(reports[:1]).ranks == ()
+
+
+def test_the_judge_reads_no_sentences() -> None:
+    """Lines for a person may say anything: who is named follows from the records beside them."""
+    owed = report(0, "stuck", 8, pending=["in other words"], owes_ending=True)
+    told = report(1, "stuck", 8, pending=["<load a>: not ended here"])
+    assert error_of([owed, told]).ranks == (0,)
+
+
+def test_what_a_rank_raised_is_told_by_its_class() -> None:
+    reports = [
+        report(0, "asked", 5),
+        report(1, "broken", 5, broken_rank=1, raised="KeyError", detail="KeyError: 'x'"),
+    ]
+    error = error_of(reports)
+    assert (error.kind, error.raised) == ("PeerError", "KeyError")
+    built = error.build()
+    assert isinstance(built, PeerError)
+    assert built.raised == "KeyError"
 
 
 def test_who_was_stuck_first_speaks() -> None:

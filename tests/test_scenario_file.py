@@ -294,7 +294,7 @@ def test_a_broken_head_or_world_is_named(text: str, complaint: str) -> None:
         ('op = "step"; raises = { kind = "Divergence", who = 1 }',
          " (step): raises.who: unknown key; allowed: kind, rank"),
         ('op = "step"; raises = { kind = "Oops", rank = 1 }',
-         " (step): raises.kind: 'Oops' is not known; allowed: BadInput, Divergence,"),
+         " (step): raises.kind: 'Oops' is not known; allowed: BadInput, ConservationBroken,"),
         ('op = "step"; raises = { kind = "Divergence", rank = 2 }',
          " (step): raises.rank: rank 2 does not exist"),
         ('op = "fault"; site = "write"; action = "fail"', " (fault): rank: is missing"),
