@@ -37,14 +37,14 @@ def as_tier(value: str) -> Tier:
 
 
 def as_match(value: object) -> Match:
-    """What ``match_prefix`` returned, at whatever time."""
+    """A match as ``match_prefix`` returned it, at whatever time."""
     if not isinstance(value, Match):
         raise Misuse(f"match must be what match_prefix() returned, got {told(value)}")
     return value
 
 
 def as_call(what: str, arguments: str, value: _Call) -> _Call:
-    """What is to be called with such ``arguments``, or nothing."""
+    """A function for such ``arguments``, or nothing."""
     if value is not None and not callable(value):
         raise Misuse(f"{what} must be callable with ({arguments}), got {told(value)}")
     return value

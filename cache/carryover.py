@@ -1,4 +1,4 @@
-"""What of the cache survives the end of an epoch.
+"""The part of the cache that survives the end of an epoch.
 
 ``reset``: nothing but the pages that live requests hold; those are *orphaned*: out of use, in no
 tree, given back when their request ends. ``detach``: what every rank has on the device stays, in a
@@ -104,7 +104,7 @@ class Carryover:
         return usable
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """What is in each tier, for the report of this rank."""
+        """Count the pages of each tier, for the report of this rank."""
         pools = pools_of(self._core)
         told = ("pages", "free", "limbo", "pinned", "evictable", "charged")
         return {

@@ -17,7 +17,7 @@ class Mode(enum.StrEnum):
 
 
 class Eviction(enum.StrEnum):
-    """Who goes first, in both tiers (:mod:`kvpact.cache.tree.eviction`)."""
+    """The order of eviction, in both tiers (:mod:`kvpact.cache.tree.eviction`)."""
 
     LRU = "lru"  # the least recently used
     LFU = "lfu"  # the least often used

@@ -55,7 +55,7 @@ _CHOICES: Final = {
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank needs to know of its cache.
+    """The configuration of one rank's cache.
 
     ``device_pages`` and ``host_pages`` are this rank's own and may differ between ranks (0 host
     pages: no host tier), and so are ``side_pages`` (device and host pages of each side pool);
@@ -172,7 +172,7 @@ def schema_of(config: CacheConfig) -> Schema:
 
 
 def config_facts(config: CacheConfig) -> dict[str, str]:
-    """What must be equal on all ranks, for :func:`kvpact.consensus.membership.introduce`."""
+    """Return the facts that must be equal on all ranks, for the introduction."""
     own = ("device_pages", "host_pages", "side_pages")
     return {
         name: str(value)

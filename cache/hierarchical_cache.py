@@ -72,7 +72,7 @@ class StepObserver(Protocol):
         ...
 
     def ended(self, result: StepResult) -> None:
-        """It has ended well."""
+        """The step has ended well."""
         ...
 
 
@@ -544,7 +544,7 @@ class HierarchicalCache:
         return self.core.storage
 
     def events(self) -> list[CacheEvent]:
-        """What was stored and removed since the last call, in the same order on every rank."""
+        """Return the events since the last call, in the same order on every rank."""
         return self.core.event_log.take()
 
     def reset(self) -> None:
@@ -590,7 +590,7 @@ class HierarchicalCache:
         return self.core.has_pending
 
     def report(self, request: str) -> RequestReport:
-        """What a live request hit, loaded and must compute, in pages, and why."""
+        """Report what a live request hit, loaded and must compute, in pages, and why."""
         live = self._live(request)
         hit = live.device_hit_pages + live.host_hit_pages
         return RequestReport(

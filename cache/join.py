@@ -246,7 +246,7 @@ def _num_pages(config: CacheConfig) -> dict[Tier, int]:
 
 
 def _identity(config: CacheConfig, model: str, layout: str, place: int, num_ranks: int) -> Identity:
-    """Whose pages the storage holds: nothing of another model, layout or rank fits."""
+    """Name the owner of the storage's pages: nothing of another model, layout or rank fits."""
     return Identity(
         model=model,
         layout=layout,

@@ -1,4 +1,4 @@
-"""What a replica's cache tells Prometheus: counters, gauges and histograms of one rank.
+"""Metrics for Prometheus: counters, gauges and histograms of one rank.
 
 Installed by :func:`metrics` where somebody asks for it; nothing is measured otherwise.
 OpenTelemetry reads the same numbers through its Prometheus receiver. Names follow Prometheus'

@@ -165,7 +165,7 @@ def _queue(core: CacheCore) -> PoolStatus:
 
 
 def _waiting(core: CacheCore) -> dict[str, int]:
-    """Who waits for a step and is no open intent yet, by line."""
+    """Count those who wait for a step and are no open intent yet, by line."""
     return {
         "admissions": core.admission.num_waiting,
         "back_ups": core.backup.num_queued,

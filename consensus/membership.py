@@ -64,7 +64,7 @@ def check_ranks(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Hello(msgspec.Struct, frozen=True):
-    """What one rank tells all others at the door."""
+    """One rank's message to all others at the door."""
 
     introduction: Introduction
     where: Where
@@ -119,7 +119,7 @@ def _seen(at: Position, since_s: float, life: Life = Life.BEATING, stack: str = 
 
 
 class Membership:
-    """What a rank shares with the others: group, store, watch, and the agreed usable pages."""
+    """A rank's share in its replica: group, store, watch, and the agreed usable pages."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ OnEnd = Callable[[int, bool], None]
 
 
 class _Copy:
-    """What one node asked for: done when its part on every route has ended."""
+    """The copy that one node asked for: done when its part on every route has ended."""
 
     __slots__ = ("index", "left", "ok", "on_end")
 

@@ -1,4 +1,4 @@
-"""What every mover is: its words, its protocol, and the books that all kinds of it keep.
+"""Movers: their words, their protocol, and the books that all kinds of them keep.
 
 A `Mover` is given *parts* (one per node) and carries out all parts of one `submit` as ONE copy:
 one gather and one scatter for K and V of all layers together, however many parts there are. How
@@ -74,7 +74,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class PartPlan(msgspec.Struct, frozen=True):
-    """What a fault does to one part.
+    """The effect of a fault on one part.
 
     ``delay_collects`` are the calls of `collect` it is late by (0: on time, None: it hangs until
     `heal`). Not ``ok``: it fails, and leaves wrong bytes. ``corrupt``: wrong bytes, yet it says ok.
@@ -126,7 +126,7 @@ class Mover(Protocol):
         ...
 
     def collect(self) -> list[Ending]:
-        """What ended since the last call, in the order of submission. Never blocks."""
+        """Return the endings since the last call, in the order of submission. Never blocks."""
         ...
 
     def wait_layer(
@@ -191,7 +191,7 @@ class Withheld:
 
 
 class MoverBase:
-    """What all movers share: checks, tickets, order, the bound and the fault seam.
+    """The base of all movers: checks, tickets, order, the bound and the fault seam.
 
     A subclass says how a batch starts (`_start`) and how one is carried out on the caller's
     thread (`_carry`). ``withholds_all`` leaves nothing to start.

@@ -98,7 +98,7 @@ class SidePools:
         self._pool(name).free([page for _, page in carriage.side.pop(name.rpartition(".")[0])])
 
     def free_carriage(self, carriage: Carriage) -> None:
-        """What it holds is free: nothing of it is kept."""
+        """Free the side pages that ``carriage`` holds: nothing of it is kept."""
         for side in self._pools:
             pages = [page for _, page in carriage.side.pop(side.spec.name, [])]
             side.pools[carriage.tier].free(pages)

@@ -1,4 +1,4 @@
-"""What a page must contain, computed from its prefix, so that any copy can be checked.
+"""The content that a page must have, computed from its prefix, so that any copy can be checked.
 
 A page's *hash* is chained over the pages of its prefix: it names the tokens up to and including
 the page, and the namespace. The bytes of a page follow from (hash, rank, K or V, layer, place),

@@ -26,7 +26,7 @@ ITEM_BYTES = {
 
 
 class KVShape(msgspec.Struct, frozen=True):
-    """What one token keeps on this rank: ``layers * heads * dim`` elements of K and as many of V.
+    """The KV of one token on this rank: ``layers * heads * dim`` elements of K and as many of V.
 
     ``dtype`` is a name such as ``"float16"``. Raises `Misuse` where a number is below 1 or the
     name is unknown.

@@ -351,7 +351,7 @@ class Admission(Path):
         return self._tiers.room(Tier.DEVICE) > self._room_lacked
 
     def waits(self) -> dict[str, str]:
-        """Who waits for more than pages that other requests hold: agreed."""
+        """Name the requests that wait for more than pages that other requests hold: agreed."""
         if not self._line or self._room_lacked is not None:
             return {}
         head = min(self._line, key=lambda one: one.order)

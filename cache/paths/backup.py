@@ -1,4 +1,4 @@
-"""What all ways from DEVICE to HOST have in common: pages reserved, one part of a merged copy."""
+"""The common part of all ways from DEVICE to HOST: pages reserved, one part of a merged copy."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Backup(Path):
         carriage.let_go()
 
     def _detach(self, carriage: Carriage, *, has_arrived: bool) -> list[Node]:
-        """It is over: unpin its nodes, which are on HOST, or have nothing there. Returns them."""
+        """Unpin the nodes of an intent that is over: they are on HOST, or have nothing there."""
         tree = self._tiers.tree
         nodes = carriage.detach()
         for node in nodes:
@@ -134,7 +134,7 @@ class Backup(Path):
         return nodes
 
     def _free(self, carriage: Carriage) -> None:
-        """What was reserved for it is free: nothing of it is kept."""
+        """Free what was reserved for the intent: nothing of it is kept."""
         self._tiers.pools[Tier.HOST].free(carriage.pages)
         self._tiers.side.free_carriage(carriage)
 

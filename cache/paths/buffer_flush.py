@@ -145,7 +145,7 @@ class BufferFlush(Backup):
             self._leave_line(above, "dropped")
 
     def _is_too_large(self, node: Node) -> bool:
-        """It could never be staged, or follows one that was dropped: drop it, do not block."""
+        """Drop a node that could never be staged, or follows one that was dropped: do not block."""
         above = node.parent
         is_orphan = above is not None and above.is_dropped
         if not is_orphan and node.num_pages <= self._tiers.manager.ledger.usable(Tier.HOST.value):

@@ -198,7 +198,7 @@ class Completion(SideOnly):
         return bool(self._waiting)
 
     def waits(self) -> dict[str, str]:
-        """Who waits in line, and what for: agreed."""
+        """Name the waiting, and what each waits for: agreed."""
         return {
             f"side state of node {one.nodes[-1].node_id}": "what it builds on is still undecided"
             for one, _ in self._waiting
@@ -287,7 +287,7 @@ class HostCompletion(SideOnly):
         return bool(self._waiting)
 
     def waits(self) -> dict[str, str]:
-        """Who waits in line, and what for: agreed."""
+        """Name the waiting, and what each waits for: agreed."""
         return {
             f"host copy of the side state of node {one.nodes[-1].node_id}": "copies are under way"
             for one in self._waiting

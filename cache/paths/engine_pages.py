@@ -129,7 +129,7 @@ class EnginePages(Path):
         return bool(self._waiting) or missing < 0 or is_short
 
     def waits(self) -> dict[str, str]:
-        """Who waits in line, and what for: agreed."""
+        """Name the waiting, and what each waits for: agreed."""
         return {
             f"{num_pages} pages for request {ticket.request.name}": "no slot or no room is free"
             for ticket, num_pages in self._waiting
@@ -201,7 +201,7 @@ class EnginePages(Path):
         self._tiers.manager.mark_ended(intent)
 
     def commit(self, intent: Intent) -> None:
-        """They are the request's, or the headroom's."""
+        """Give the pages to the request, or to the headroom."""
         pages = self._reserved[intent.serial]
         kept, self._reserved[intent.serial] = pages[: intent.agreed], pages[intent.agreed :]
         ticket = self._tickets.pop(intent.serial, None)
@@ -219,7 +219,7 @@ class EnginePages(Path):
             self._refuse(ticket, "some rank had no device pages")
 
     def ended(self, intent: Intent) -> None:
-        """What is not kept is free again."""
+        """Free the pages that are not kept."""
         self._tiers.pools[Tier.DEVICE].free(self._reserved.pop(intent.serial, []))
         if self._top_up is intent:
             self._top_up = None

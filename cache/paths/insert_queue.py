@@ -100,7 +100,7 @@ class InsertLine(Path):
         return bool(self._line)
 
     def waits(self) -> dict[str, str]:
-        """Who waits in line, and what for: agreed."""
+        """Name the waiting, and what each waits for: agreed."""
         return {
             f"insert {place} in line ({len(wish.tokens)} tokens)": "a demotion has not ended"
             for place, wish in enumerate(self._line)

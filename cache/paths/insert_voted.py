@@ -19,7 +19,7 @@ __all__ = ["Insertion", "Proposal", "open_loads"]
 
 
 class Proposal(enum.Enum):
-    """What became of an insert at its call: agreed."""
+    """The fate of an insert at its call: agreed."""
 
     OPENED = "opened"  # the next ballot decides, or nothing had to be decided
     WAITS = "waits"  # its room is on its way, or no slot is free: ask again
@@ -243,7 +243,7 @@ class Insertion(Path):
 
 
 def open_loads(path: list[Node]) -> tuple[Carriage, ...]:
-    """What is still on its way to the device below what is computed on ``path``, decided or not."""
+    """Return the loads still on their way to the device that ``path`` was computed on."""
     loads: list[Carriage] = []
     for node in path:
         carriage = node.device.carriage

@@ -77,7 +77,7 @@ class LoadBack(Path):
         self._requests.hold(request, device[-1] if device else None)
 
     def survey(self, path: list[Node]) -> tuple[list[Node], list[Node]]:
-        """What of ``path`` others are about to bring, undecided, and what is still to be loaded."""
+        """Split ``path``: what others may bring, undecided, and what is still to be loaded."""
         coming = [node for node in path if node.device.state is Residency.RESERVED]
         wanted = self._wanted(path)
         return coming, wanted if self._count(wanted) >= self._minimum_pages else []
@@ -163,7 +163,7 @@ class LoadBack(Path):
         return bool(self._waiting)
 
     def waits(self) -> dict[str, str]:
-        """Who waits in line, and what for: agreed."""
+        """Name the waiting, and what each waits for: agreed."""
         return {
             f"load-back of request {ticket.request.name}": "no slot or no room is free"
             for ticket, _ in self._waiting
@@ -205,7 +205,7 @@ class LoadBack(Path):
             self._wait_or_refuse(ticket, wanted[0], num_pages, is_coming=may_wait)
 
     def _joined(self, path: list[Node]) -> list[Carriage]:
-        """What is undecided on ``path``, in its order."""
+        """Return the undecided carriages on ``path``, in its order."""
         joined: list[Carriage] = []
         for node in path:
             carriage = node.device.carriage

@@ -73,7 +73,7 @@ class StagedLoads(Path):
             ticket.state, ticket.num_pages, ticket.why = load.state, load.num_pages, load.why
 
     def _clear_staging(self) -> None:
-        """What is in staging and neither read nor about to be read is free, leaves first."""
+        """Free the staging pages that nobody reads or is about to read, leaves first."""
         order = self._tiers.tree.order[Tier.HOST]
         while (node := order.pop()) is not None:
             self._tiers.drop(node, Tier.HOST)

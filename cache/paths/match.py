@@ -60,7 +60,7 @@ class Lookup:
         )
 
     def path_of(self, match: Match) -> list[Node]:
-        """What of ``match`` can be served now: its own nodes, or what is there in their place.
+        """Return the part of ``match`` to serve now: its own nodes, or those in their place.
 
         A match of an earlier epoch, of nodes that have left the tree, or of a namespace that was
         dropped since, is looked up anew.

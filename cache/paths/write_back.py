@@ -50,7 +50,7 @@ class WriteBack(Backup):
 
     @property
     def is_held_up(self) -> bool:
-        """It found no slot since the last step."""
+        """A demotion found no slot since the last step."""
         manager = self._tiers.manager
         return self._held_up_at == (manager.epoch, manager.step)
 

@@ -1,1 +1,1 @@
-"""What live requests hold, and what a scheduler was promised for them."""
+"""Live requests: what they hold, and what a scheduler was promised for them."""

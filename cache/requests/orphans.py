@@ -55,7 +55,7 @@ class Orphans:
         self._side_pages = Counter(pair for request in alive for pair in request.side_orphans)
 
     def lose(self, request: Request) -> None:
-        """It is not the same on all ranks: its pages come back when the engine aborts it."""
+        """Keep the pages of a request that ranks differ in until the engine aborts it."""
         self._lost[request.name] = request
 
     # -- giving back -----------------------------------------------------------------------------

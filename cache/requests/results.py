@@ -1,4 +1,4 @@
-"""What the cache's calls return."""
+"""Results of the cache's calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class InsertResult(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step settled.
+    """The result of one step.
 
     ``must_recompute``: requests whose loaded bytes turned out void. ``was_reset``: the step ended
     an epoch and began another (policy reset or detach); ``lost`` are the live requests that were

@@ -1,4 +1,4 @@
-"""What each live request holds: a pinned path, pages of its own, and what was found for it."""
+"""The live requests: each with a pinned path, pages of its own, and what was found for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Request", "RequestReport", "RequestTable"]
 
 
 class RequestReport(msgspec.Struct, frozen=True):
-    """What a request got from the cache, in pages: of its prompt, hit per tier, computed."""
+    """A request's account, in pages: of its prompt, hit per tier, computed."""
 
     request: str
     prompt_pages: int
@@ -122,7 +122,7 @@ class RequestTable:
         return request
 
     def close(self, request: Request) -> None:
-        """It is over: unpin its path and forget it. Its private pages must be gone."""
+        """Unpin the path of a request that is over, and forget it; it owns no pages any more."""
         self.hold(request, None)
         self.forget(request)
 

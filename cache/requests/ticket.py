@@ -1,4 +1,4 @@
-"""What a scheduler gets for a wish that a step decides."""
+"""Tickets: what a scheduler gets for a wish that a step decides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ticket", "TicketState"]
 
 
 class TicketState(enum.Enum):
-    """What admission may read, the same on every rank."""
+    """The state of a ticket, the same on every rank."""
 
     PENDING = "pending"  # a step decides it
     READY = "ready"  # its pages are the request's to use (loads: start_loading waits for them)
@@ -47,7 +47,7 @@ class Ticket:
 
     @property
     def parents(self) -> list[Intent]:
-        """What is undecided of what it waits for."""
+        """The undecided intents that the ticket waits for."""
         intents = [carriage.intent for carriage in self.carriages]
         return [intent for intent in intents if intent is not None and intent.is_undecided]
 
@@ -57,7 +57,7 @@ class Ticket:
         return [] if self.node is None else self.node.path()
 
     def grant(self) -> None:
-        """It is READY. Raises :class:`InternalError` where it is answered already."""
+        """Answer READY. Raises :class:`InternalError` where the ticket is answered already."""
         self._answer(TicketState.READY)
 
     def refuse(self, why: str) -> None:

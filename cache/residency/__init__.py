@@ -1,1 +1,1 @@
-"""What is resident in which tier, and how it is taken back."""
+"""Residency: what is in which tier, and how it is taken back."""

@@ -1,4 +1,4 @@
-"""What the core asks of every path: one list of these is all that it knows of them."""
+"""The protocol of a path: one list of them is all that the core knows."""
 
 from __future__ import annotations
 

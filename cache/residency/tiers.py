@@ -37,7 +37,7 @@ class Demoter(Protocol):
 
 
 class Tiers:
-    """What the paths (insertion, write-through, load-back, engine pages) share.
+    """The tools that the paths share: room, eviction, publishing, pins.
 
     ``trims`` lets an eviction take only the last pages of a node; otherwise whole nodes go.
     """

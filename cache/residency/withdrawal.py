@@ -75,7 +75,7 @@ class Withdrawal:
 
 
 def _void(node: Node) -> None:
-    """What is under way from ``node`` to elsewhere has lost its source."""
+    """Withdraw what is under way from ``node`` to elsewhere: it has lost its source."""
     for carriage in node.carriages:
         carriage.is_void = True
 

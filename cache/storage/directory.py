@@ -25,7 +25,7 @@ _MAX_IDENTITY_BYTES = 1 << 16
 
 
 class _Owner(msgspec.Struct, frozen=True):
-    """What stands in the file IDENTITY."""
+    """The content of the file IDENTITY."""
 
     format: int
     identity: Identity

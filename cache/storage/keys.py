@@ -1,4 +1,4 @@
-"""What a page is called in storage: a cryptographic hash, chained over its prefix.
+"""The keys of pages in storage: a cryptographic hash, chained over the prefix.
 
 The key of page ``i`` covers every token up to the end of that page, the tenant's namespace, the
 version of the weights, and the `Identity`: everything that decides the bytes of a page. So equal
@@ -32,7 +32,7 @@ _WEIGHTS = b"weights\0"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose pages these are: pages of two identities are never interchangeable.
+    """The owner of pages in storage: those of two identities are never interchangeable.
 
     ``model`` names the weights, ``layout`` the order, shape and type of the words in a page,
     ``page_size`` is in tokens. ``rank`` is the place in a world of ``tp`` x ``pp`` ranks.
@@ -83,7 +83,7 @@ class PageKeys:
             self._digest = hashlib.sha256(self._digest + _WEIGHTS + weights.encode()).digest()
 
     def start(self, namespace: str = "") -> bytes:
-        """What the first page of a prompt of ``namespace`` chains on; it is no page's key."""
+        """Return the value that the first page of a prompt of ``namespace`` chains on."""
         return hashlib.sha256(self._digest + namespace.encode()).digest()
 
     def extend(self, parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:

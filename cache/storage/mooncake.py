@@ -210,7 +210,7 @@ class MooncakeBackend(BackendBase):
         return found
 
     def _opened(self, key: bytes, at: int, length: int) -> SealedPage | None:
-        """What a get left at ``at``, out of its envelope."""
+        """Take the page that a get left at ``at`` out of its envelope."""
         if length <= _ENVELOPE.size:
             return None  # a status, or the empty value of a key that is not there
         checksum, page_bytes = _ENVELOPE.unpack_from(self._bytes, at)

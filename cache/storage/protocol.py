@@ -1,4 +1,4 @@
-"""What every storage backend is: its protocol, and the promises that all of them share.
+"""Storage backends: their protocol, and the promises that all of them share.
 
 A `Backend` keeps pages under keys (`kvpact.cache.storage.keys`). It is a cache: it may forget any
 page at any time, so a page that `exists` said is there may still be a miss. What it never does is
@@ -84,7 +84,7 @@ class Backend(Protocol):
 
 
 class BackendBase:
-    """What all backends share: bounds, the end, checks on read, counting and logging.
+    """The base of all backends: bounds, the end, checks on read, counting and logging.
 
     A subclass fills in the hooks below, and may let any `Exception` out of them. ``spoils`` is the
     seam for faults: it is asked for each page that was read, and True turns a bit of it over.
@@ -106,7 +106,7 @@ class BackendBase:
         raise NotImplementedError
 
     def _load(self, keys: Sequence[bytes]) -> list[SealedPage | None]:
-        """What is stored, unchecked."""
+        """Return the stored pages, unchecked."""
         raise NotImplementedError
 
     def _store(self, pages: Sequence[SealedPage]) -> list[bool]:

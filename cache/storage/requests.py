@@ -1,4 +1,4 @@
-"""What is asked of storage, how it ended, and the books that all kinds of workers keep.
+"""Requests to storage, their endings, and the books that all kinds of workers keep.
 
 A `StorageRequest` is a batch of pages under one ticket. It ends when every page of it has ended,
 and its `StorageEnding` tells page by page how. Endings come from `collect` in the order of
@@ -43,7 +43,7 @@ MAX_REQUESTS = 256
 
 
 class Kind(enum.StrEnum):
-    """What is asked. The value is the site at which faults strike; one page is one occasion."""
+    """The kind of a request. The value is the site at which faults strike, once a page."""
 
     EXISTS = "storage.exists"
     GET = "storage.get"
@@ -95,7 +95,7 @@ class StorageEnding(msgspec.Struct, frozen=True):
 
 
 class PagePlan(msgspec.Struct, frozen=True):
-    """What a fault does to one page.
+    """The effect of a fault on one page.
 
     ``delay_collects`` are the calls of `collect` it is late by (0: on time, None: it hangs until
     `heal`). Not ``ok``: it fails. ``miss``: it is not found, whatever the backend has. ``corrupt``:
@@ -144,7 +144,7 @@ class Workers(Protocol):
         ...
 
     def collect(self) -> list[StorageEnding]:
-        """What ended since the last call, in the order of submission. Never blocks."""
+        """Return the endings since the last call, in the order of submission. Never blocks."""
         ...
 
     def peek(self, ticket: int) -> int:
@@ -226,7 +226,7 @@ class _Withheld:
 
 
 class WorkersBase:
-    """What all workers share: checks, tickets, order, the bound and the fault seam."""
+    """The base of all workers: checks, tickets, order, the bound and the fault seam."""
 
     withholds_all = False
 

@@ -29,7 +29,7 @@ from kvpact.cache.storage.checksum import Page, SealedPage
 __all__ = [
     "ALIGN_BYTES",
     "FORMAT",
-    "Entry",
+    "TableEntry",
     "Unreadable",
     "create",
     "name_of",
@@ -60,7 +60,7 @@ class Unreadable(Exception):
     """A segment's head or table is not what was written: none of its pages can be used."""
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class TableEntry(msgspec.Struct, frozen=True, gc=False):
     """One line of the table. ``length_bytes`` 0: the key was removed when this was written."""
 
     key: bytes
@@ -86,12 +86,12 @@ def sequence_of(name: str) -> int | None:
 
 
 def on_disk_bytes(num_bytes: int) -> int:
-    """What a file of that length takes."""
+    """Return the bytes on disk of a file of that length."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def segment_bytes(lengths: Iterable[int], num_removed: int = 0) -> int:
-    """What a segment takes that holds pages of these ``lengths``, and tells of removed keys."""
+    """Return the size of a segment with pages of these ``lengths``, and with removed keys."""
     sizes = [on_disk_bytes(length) for length in lengths]
     return on_disk_bytes(_HEAD.size + _ENTRY.size * (len(sizes) + num_removed)) + sum(sizes)
 
@@ -104,7 +104,7 @@ def write_segment(
     removed: Sequence[bytes] = (),
     *,
     durable: bool,
-) -> list[Entry]:
+) -> list[TableEntry]:
     """Write one segment and give it its name; returns its table.
 
     Raises `OSError`, and then nothing has the name and nothing is left behind.
@@ -129,7 +129,7 @@ def write_segment(
     return table
 
 
-def read_table(path: Path, identity: bytes) -> tuple[list[Entry], int]:
+def read_table(path: Path, identity: bytes) -> tuple[list[TableEntry], int]:
     """The table of a segment, checked, and the bytes that its file takes.
 
     Raises `Unreadable` where it cannot be trusted, `OSError` where it cannot be read.
@@ -154,13 +154,13 @@ def read_table(path: Path, identity: bytes) -> tuple[list[Entry], int]:
     table = head[_HEAD.size : end]
     if _table_checksum(sequence, identity, number, table) != checksum:
         raise Unreadable("its table of pages is damaged")
-    entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(table)]
+    entries = [TableEntry(*fields) for fields in _ENTRY.iter_unpack(table)]
     if entries and max(entry.offset + entry.length_bytes for entry in entries) > size:
         raise Unreadable(f"it was cut to {size} bytes")
     return entries, on_disk_bytes(size)
 
 
-def read_pages(path: Path, entries: Sequence[Entry]) -> list[SealedPage]:
+def read_pages(path: Path, entries: Sequence[TableEntry]) -> list[SealedPage]:
     """The bytes of pages of one segment, in the order of ``entries``, not checked.
 
     A page that is cut comes back short. Raises `OSError`.
@@ -209,19 +209,19 @@ def sync_directory(directory: Path) -> None:
         os.close(file)
 
 
-def _lay_out(pages: Sequence[SealedPage], removed: Sequence[bytes]) -> list[Entry]:
+def _lay_out(pages: Sequence[SealedPage], removed: Sequence[bytes]) -> list[TableEntry]:
     offset = on_disk_bytes(_HEAD.size + _ENTRY.size * (len(pages) + len(removed)))
-    table = [Entry(key, 0, 0, 0) for key in removed]
+    table = [TableEntry(key, 0, 0, 0) for key in removed]
     for page in pages:
-        table.append(Entry(page.key, offset, len(page.page), page.checksum))
+        table.append(TableEntry(page.key, offset, len(page.page), page.checksum))
         offset += on_disk_bytes(len(page.page))
     return table
 
 
 def _parts(
-    sequence: int, identity: bytes, table: Sequence[Entry], pages: Sequence[SealedPage]
+    sequence: int, identity: bytes, table: Sequence[TableEntry], pages: Sequence[SealedPage]
 ) -> list[Page]:
-    """What stands in the file, piece by piece; the pages are not copied."""
+    """Yield the parts of the file, piece by piece; the pages are not copied."""
     packed = b"".join(
         _ENTRY.pack(entry.key, entry.offset, entry.length_bytes, entry.checksum) for entry in table
     )
@@ -262,9 +262,9 @@ def _read_all(file: int, buffer: memoryview, offset: int) -> int:
     return got
 
 
-def _runs(entries: Sequence[Entry]) -> list[list[Entry]]:
+def _runs(entries: Sequence[TableEntry]) -> list[list[TableEntry]]:
     """Pages that lie side by side, but for padding."""
-    runs: list[list[Entry]] = []
+    runs: list[list[TableEntry]] = []
     for entry in entries:
         if runs:
             first, last = runs[-1][0], runs[-1][-1]

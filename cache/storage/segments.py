@@ -48,7 +48,7 @@ _NO_ROOM = (*DISK_FULL, errno.EFBIG)
 
 
 class _Place:
-    """Where a page stands, and when it was last used."""
+    """The place of a page, and when it was last used."""
 
     __slots__ = ("entry", "segment", "used")
 

@@ -100,7 +100,7 @@ class _Call:
 
 
 class _Mailbox:
-    """What threads and caller share: calls that wait, and answers. Bounded by ``max_requests``."""
+    """The mailbox of threads and caller: calls that wait, and answers; at most ``max_requests``."""
 
     def __init__(self, backend: BackendBase) -> None:
         self.backend = backend

@@ -44,7 +44,7 @@ class Clearing:
         """Nothing was taken."""
 
     def start(self, intent: Intent) -> None:
-        """What is decided against would have begun on some ranks: it begins with the verdict."""
+        """Do nothing: clearing cannot be undone, so it begins once every rank has agreed."""
 
     def commit(self, intent: Intent) -> None:
         """Every rank clears."""

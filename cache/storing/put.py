@@ -134,7 +134,7 @@ class Storing:
             on_end(0)
 
     def commit(self, intent: Intent) -> None:
-        """What is stored is known at the end."""
+        """Do nothing: what is stored is known at the end."""
 
     def abort(self, intent: Intent) -> None:
         """Some rank's workers were busy: not stored, anywhere."""

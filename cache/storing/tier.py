@@ -31,7 +31,7 @@ class StorageState(enum.Enum):
 
 
 class StorageEvent(enum.Enum):
-    """What happens to the storage as a whole."""
+    """An event in the life of the storage as a whole."""
 
     ATTACH = "attach"  # agreed calls
     DETACH = "detach"

@@ -1,1 +1,1 @@
-"""What is cached where: agreed state, without input or output."""
+"""The radix tree of what is cached where: agreed state, without input or output."""

@@ -1,4 +1,4 @@
-"""What entered and left the cache, by tier, in an order that is the same on every rank."""
+"""Events: what entered and left the cache, by tier, in one order on every rank."""
 
 from __future__ import annotations
 

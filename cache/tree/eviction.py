@@ -1,4 +1,4 @@
-"""Who goes first: policies as total orders on agreed state, and the order they give to a tier."""
+"""Eviction: policies as total orders on agreed state, and the order they give to a tier."""
 
 from __future__ import annotations
 

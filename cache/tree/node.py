@@ -35,7 +35,7 @@ STORAGE = "storage"
 
 # A string, because it is hashed on the hot path and the hash of a plain Enum is Python code.
 class Tier(enum.StrEnum):
-    """Where pages live. The value is the name of the pool."""
+    """A tier of pages. The value is the name of the pool."""
 
     DEVICE = "device"
     HOST = "host"
@@ -61,7 +61,7 @@ MOVES: dict[Residency, frozenset[Residency]] = {
 
 
 class Standing(enum.IntEnum):
-    """What a node means to evictions from one tier."""
+    """The meaning of a node for evictions from one tier."""
 
     NOWHERE = 0  # nothing of it is there
     FREE = 1  # it may go, after what is below it
@@ -322,13 +322,13 @@ class Carriage:
         upper.carriages = (*upper.carriages, self)
 
     def let_go(self) -> None:
-        """It will not bring the nodes any more; another intent may. Its copy may still run."""
+        """Bring the nodes no more; another intent may. The copy may still run."""
         for node in self.nodes:
             if node.at(self.tier).carriage is self:
                 node.at(self.tier).carriage = None
 
     def detach(self) -> list[Node]:
-        """It is over: the nodes forget it. Returns them."""
+        """Let the nodes forget this carriage, which is over. Returns them."""
         self.let_go()
         nodes, self.nodes = self.nodes, []
         for node in nodes:

@@ -1,4 +1,4 @@
-"""What nodes keep in side pools, beside their KV pages, and how a split divides it."""
+"""Side state: what nodes keep beside their KV pages, and how a split divides it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SidePages", "SideSpec", "split_side"]
 
 
 class SideSpec(msgspec.Struct, frozen=True):
-    """What nodes need of a side pool, equal on all ranks; ``window_pages`` only for ``window``.
+    """The need of nodes for a side pool, equal on all ranks; ``window_pages`` only for ``window``.
 
     ``need`` is a word of :class:`~kvpact.cache.choices.SideNeed`.
     """

@@ -51,7 +51,7 @@ _MAX_RANKS = 1 << 20
 
 
 class Status(enum.IntEnum):
-    """What a rank says of itself; the worst one of all ranks is the status of the step."""
+    """A rank's word on itself; the worst one of all ranks is the status of the step."""
 
     HEALTHY = 0
     LEAVING = 1  # ends in good order after this step
@@ -59,7 +59,7 @@ class Status(enum.IntEnum):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What must be equal on all ranks in one ballot; every value is in ``0..MASK62``."""
+    """The part of a ballot that must be equal on all ranks; every value is in ``0..MASK62``."""
 
     schema: int
     epoch: int
@@ -123,7 +123,7 @@ class Schema(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a reduced ballot says, for everyone.
+    """A reduced ballot, read: the same for everyone.
 
     ``mismatch`` names the first header field in which ranks differ (empty: none). ``step`` is the
     step of the ballot. ``votes`` and ``ended`` are the reduced slot columns, indexed by slot.

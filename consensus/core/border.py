@@ -1,4 +1,4 @@
-"""What callers hand in, checked at the border before anything changes.
+"""Arguments of callers, checked at the border before anything changes.
 
 Each function returns the value in the form that the inside works with, or raises :class:`Misuse`
 with what is wrong, where, and what to do. Nothing behind the border checks a type again.

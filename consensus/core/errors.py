@@ -82,7 +82,7 @@ class KvpactError(Exception):
 
     @property
     def advice(self) -> str:
-        """What the reader can do about it; may be empty."""
+        """Advice for the reader; may be empty."""
         return self._advice
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ class Divergence(PeerError):
 
     @property
     def advice(self) -> str:
-        """What to look at, by the field that differs."""
+        """Advice by the field that differs."""
         where = _BY_FIELD.get(self.field, "find out who else posts to this group")
         return where if len(self.ranks) < 2 else f"{where}; without a majority ask all named ranks"
 
@@ -181,7 +181,7 @@ class RankStalled(PeerError):
 
     @property
     def advice(self) -> str:
-        """Where to look: at a process that has ended, or at a thread that does not come."""
+        """Advice for a process that has ended, or for a thread that does not come."""
         return _WHEN_DEAD if self.dead else self._advice
 
 

@@ -32,5 +32,5 @@ def open_regular(path: str | os.PathLike[str], *, what: str) -> BinaryIO:
 
 
 def reason(error: Exception) -> str:
-    """What the system says, without the number and the path."""
+    """Return the system's reason, without the number and the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -1,4 +1,4 @@
-"""What this rank decided, in order: a bounded ring, a rolling fingerprint, optionally a file.
+"""The decisions of this rank, in order: a bounded ring, a rolling fingerprint, optionally a file.
 
 *Decisions* (calls that change replicated state, and verdicts) must be the same on every rank: each
 enters the fingerprint, which every ballot carries, so a decision made on one rank only is found in

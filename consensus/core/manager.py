@@ -39,7 +39,7 @@ __all__ = ["PostedBallot", "TransactionManager"]
 
 
 class PostedBallot(msgspec.Struct, frozen=True):
-    """What a ballot said when it was posted: the slot map of that step.
+    """A ballot as it was posted: the slot map of that step.
 
     ``intents`` were open then; ``voted`` are those of them whose vote it carries, the rest may only
     end. Slots from ``num_slots`` on were not in use. ``repeats``: it said what the ballot before it

@@ -1,4 +1,4 @@
-"""What can be reserved: the intent, and the protocol of those who own the pages.
+"""Intents, and the protocol of those who own the pages that an intent reserves.
 
 An engine that has its own tree, pools and copies implements :class:`Participant` and hands it to
 :class:`kvpact.consensus.core.manager.TransactionManager`; kvpact's own cache does nothing else.
@@ -119,7 +119,7 @@ class Intent:
 
     @property
     def is_open(self) -> bool:
-        """It holds a slot."""
+        """The intent holds a slot."""
         return self.state in OPEN_STATES
 
     @property
@@ -129,12 +129,12 @@ class Intent:
 
     @property
     def is_committed(self) -> bool:
-        """It was committed, and neither failed nor was withdrawn since."""
+        """The intent was committed, and neither failed nor was withdrawn since."""
         return self.state is State.COMMITTED or self.state is State.DONE
 
     @property
     def is_whole(self) -> bool:
-        """It was committed with every page it asked for: another intent may build on it."""
+        """The intent was committed with every page it asked for: another intent may build on it."""
         if self.state is State.COMMITTED:
             return self.agreed == self.total
         return self.state is State.DONE and self.result == self.total
@@ -186,7 +186,7 @@ class Participant(Protocol):
 
 
 class OutcomeKind(enum.Enum):
-    """What a settled step says of one intent."""
+    """The word of a settled step on one intent."""
 
     COMMIT = "commit"
     ABORT = "abort"

@@ -16,7 +16,7 @@ __all__ = ["OPEN_STATES", "TRANSITIONS", "UNDECIDED_STATES", "Event", "State", "
 
 # Strings, because they are hashed on the hot path and the hash of a plain Enum is Python code.
 class State(enum.StrEnum):
-    """Where a transaction stands on this rank."""
+    """The state of a transaction on this rank."""
 
     PROPOSED = "proposed"  # holds a slot and its charge in the ledger
     RESERVED = "reserved"  # holds pages in every pool it names; its copy may run
@@ -34,7 +34,7 @@ class State(enum.StrEnum):
 
 
 class Event(enum.StrEnum):
-    """What can happen to a transaction."""
+    """An event in the life of a transaction."""
 
     RESERVE = "reserve"  # every pool gave its pages
     REFUSE = "refuse"  # a pool did not; what was reserved has been returned

@@ -31,7 +31,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class ChainFate(enum.Enum):
-    """What became of a chain in this plan."""
+    """The fate of a chain in this plan."""
 
     OPENED = "opened"  # every link is open, or was before
     WAITS = "waits"  # an ancestor drains, or no slot is free: ask again with the next step

@@ -25,7 +25,7 @@ _MASK62 = (1 << 62) - 1
 
 
 class TicketState(enum.StrEnum):
-    """Where a ticket stands; the same on every rank after each step."""
+    """The state of a ticket; the same on every rank after each step."""
 
     WAITING = "waiting"  # in line
     VOTING = "voting"  # its intent is open
@@ -35,7 +35,7 @@ class TicketState(enum.StrEnum):
 
 
 class Ticket(Generic[Wish]):
-    """What one request waits for. ``wish`` is the engine's; ``pages`` is what READY brought.
+    """A wait of one request. ``wish`` is the engine's; ``pages`` is what READY brought.
 
     ``born`` is the step of the asking, ``asks`` counts how often this request has asked.
     """
@@ -139,7 +139,7 @@ class Tickets(Generic[Wish]):
     # -- the plan's side -------------------------------------------------------------------------
 
     def in_line(self) -> list[Ticket[Wish]]:
-        """Who waits, in the order to be served; who has waited for too long is refused first.
+        """Return the tickets in the order to be served; refuse those that waited too long.
 
         Also lets go of tickets that were decided ``keep_steps`` ago and never taken.
         """
@@ -181,7 +181,7 @@ class Tickets(Generic[Wish]):
         self.digest = 0
 
     def waits(self) -> dict[str, str]:
-        """Who waits, for a stepper's look at progress."""
+        """Name the waiting requests, for a stepper's look at progress."""
         return {one.request: "its vote" for one in self._tickets.values() if one.is_pending}
 
     @property

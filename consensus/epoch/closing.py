@@ -63,14 +63,14 @@ class Locator(Protocol):
         ...
 
     def is_paused(self, rank: int) -> bool:
-        """It said that it pauses: others wait for it beyond their deadline. Quick.
+        """The rank has said that it pauses: others wait for it beyond their deadline. Quick.
 
         May raise :class:`StoreSilent`.
         """
         ...
 
     def last_seen(self, ranks: Sequence[int], *, asks: bool = True) -> dict[int, LastSeen | None]:
-        """Where they were last seen (``None``: never); all at once, within about a second.
+        """Return where ranks were last seen (``None``: never); all at once, within about a second.
 
         With ``asks`` those that can answer are asked for their stacks.
         """
@@ -241,7 +241,7 @@ class Closer:
         )
 
     def overheard(self, *, is_enough: Callable[[dict[int, Report]], bool]) -> Seal | None:
-        """What will be sealed, by what others say of the end of this epoch, once ``is_enough``.
+        """Return the seal that the reports of others amount to, once ``is_enough``.
 
         It only reads: any thread may ask, while the scheduler's own hangs and reports nothing.
         """
@@ -261,7 +261,7 @@ class Closer:
         return seal
 
     def judged(self, reports: dict[int, Report], missing: Sequence[int]) -> Seal:
-        """What these reports amount to here, where nothing is known of ``missing`` ranks."""
+        """Judge these reports here, where nothing is known of ``missing`` ranks."""
         return judge(reports, dict.fromkeys(missing), epoch=self.epoch, policy=self._policy)
 
     def _is_looking(self, now_s: float) -> bool:
@@ -312,7 +312,7 @@ class Closer:
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What one rank says of itself: ``facts`` must be equal everywhere, ``usable`` need not be."""
+    """One rank's introduction: ``facts`` must be equal everywhere, ``usable`` need not be."""
 
     rank: int
     facts: dict[str, str]
@@ -385,7 +385,7 @@ class Opener:
         return {rank: self._found[rank] for rank in self._ranks}
 
     def _agree_on(self, missing: list[int]) -> list[int]:
-        """Who was missing, as the first rank wrote that had an opinion."""
+        """Return the missing ranks, as the first rank wrote that had an opinion."""
         mine = msgspec.msgpack.encode(missing)
         stands = self._store.compare_set(f"{self._name}/absent", None, mine)
         return decode(f"{self._name}/absent", stands, list[int])

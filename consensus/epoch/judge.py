@@ -1,4 +1,4 @@
-"""What happened, from the reports that are there: who is named, and what follows. Pure."""
+"""The judgement of an epoch's end, from the reports that are there: who is named, what follows."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _divergence(
 
 
 def _header(report: Report, step: int) -> Header:
-    """What it posted as ``step``; the newest where it counts its steps otherwise."""
+    """Return the header posted as ``step``; the newest where the rank counts otherwise."""
     return report.headers.get(step) or report.headers[max(report.headers)]
 
 

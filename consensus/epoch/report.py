@@ -1,4 +1,4 @@
-"""What ranks tell one another when an epoch ends: reports, and the seal that ends it for all."""
+"""Reports that ranks file when an epoch ends, and the seal that ends it for all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Closing = str
 
 
 class PolicyKind(enum.StrEnum):
-    """What follows a divergence; anything else always raises."""
+    """The consequence of a divergence; anything else always raises."""
 
     RAISE = "raise"  # every rank raises the sealed error
     RESET = "reset"  # all ranks drop to an empty cache in a new epoch, and go on
@@ -47,7 +47,7 @@ class PolicyKind(enum.StrEnum):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What the caller wants after a divergence; anything else always raises.
+    """The caller's choice for a divergence; anything else always raises.
 
     ``kind`` is a word of :class:`PolicyKind`. At most ``max_resets`` within ``window_s`` (by the
     clock of the rank that seals), then raise.
@@ -65,7 +65,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class LastSeen(msgspec.Struct, frozen=True):
-    """Where a rank was last seen, out of band. ``life`` says how its process is, where known."""
+    """A rank as it was last seen, out of band. ``life`` says how its process is, where known."""
 
     step: int
     phase: str
@@ -76,7 +76,7 @@ class LastSeen(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one rank knows when it gives up.
+    """One rank's knowledge at the moment when it gives up.
 
     ``cause``: ``mismatch`` (it saw headers differ at ballot ``at_step``), ``waited`` (its deadline
     passed), ``late`` (it came after others had given up), ``lost`` (the transport broke),

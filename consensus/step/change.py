@@ -29,7 +29,7 @@ _log = logging.getLogger("kvpact")
 
 
 class Carrier(Protocol):
-    """What is carried over an epoch's end: the cache, or an engine's own tree and pools."""
+    """The state that an epoch's end carries over: the cache, or an engine's own tree and pools."""
 
     def live(self) -> dict[str, int]:
         """Pages of each live request on this rank: those that differ are lost."""
@@ -48,7 +48,7 @@ class Carrier(Protocol):
         ...
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """What is in each pool, for a person to read."""
+        """Count the pages of each pool, for a person to read."""
         ...
 
     def restart(self, epoch: int, usable: dict[str, int]) -> None:
@@ -178,7 +178,7 @@ class EpochChange:
         return seal
 
     def tell(self, error: KvpactError) -> None:
-        """What ends the observing on this rank alone: there is no seal of it."""
+        """Tell the end of observing on this rank alone: there is no seal of it."""
         manager = self._manager
         self.endings[type(error).__name__] += 1
         sealed = SealedError(
@@ -197,7 +197,7 @@ class EpochChange:
             _log.exception("on_incident failed")
 
     def known(self) -> list[str]:
-        """What this rank knows of the end that is under way, as lines."""
+        """Return this rank's knowledge of the end that is under way, as lines."""
         return [
             f"rank {report.rank} gave up at step {report.at_step}"
             f" (settled through {report.settled}): {report.cause}"

@@ -1,4 +1,4 @@
-"""What a stepper drives: the replicated state of one rank, as far as a step must know it."""
+"""The machine that a stepper drives: one rank's replicated state, as far as a step must know it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ QUIET_STEPS: Final = 16
 
 
 class Observation:
-    """What this epoch's ballots have shown to who only observes. Agreed, but for ``is_off``.
+    """The findings of this epoch's ballots under ``observe``. Agreed, but for ``is_off``.
 
     ``is_off``: this rank goes on alone, for the rest of its life.
     """
@@ -81,7 +81,7 @@ class Observation:
 
 
 class OwnVote:
-    """What this rank posted, as the verdict: a :class:`Work` that has always ended."""
+    """This rank's own ballot as the verdict: a :class:`Work` that has always ended."""
 
     def __init__(self, vector: Vector) -> None:
         self._vector = vector

@@ -1,4 +1,4 @@
-"""Where a rank is in its step: for itself, for the watch, and for the sentinel."""
+"""The stage of a rank in its step: for itself, for the watch, and for the sentinel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MOVES", "Beacon", "InFlight", "Stage", "move"]
 
 
 class Stage(enum.StrEnum):
-    """What the stepper does next."""
+    """The next thing that the stepper does."""
 
     IDLE = "idle"  # between two steps
     BEGUN = "entering a step"  # it was begun while the epoch before it ended
@@ -67,7 +67,7 @@ class InFlight(msgspec.Struct, frozen=True):
 
 
 class Beacon(Protocol):
-    """Where this rank says out of band what it does; assigning, never communicating."""
+    """The place where this rank says out of band what it does; assigning, never communicating."""
 
     def at(self, epoch: int, step: int, phase: str, posted: int) -> None:
         """This rank is now in ``phase`` of ``step``."""

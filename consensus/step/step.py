@@ -288,7 +288,7 @@ class Stepper:
 
     @property
     def stage(self) -> Stage:
-        """What this rank is doing; as a text it reads in words."""
+        """The stage of this rank; as a text it reads in words."""
         return self._stage
 
     @property
@@ -553,7 +553,7 @@ class Stepper:
         self._enter(Stage.OPENING)
 
     def _go_alone(self, error: KvpactError, seal: Seal | None = None) -> None:
-        """Who only observes does not end: each rank is its own group from here on, and says so."""
+        """Go on alone, since observing must not end an engine: each rank is its own group now."""
         _log.error("observing is off from here on, nothing is compared any more: %s", error)
         try:
             if seal is not None:
@@ -624,7 +624,7 @@ class Stepper:
 
 
 def _begin_journal(manager: TransactionManager, group: Group, store: Store) -> None:
-    """Whoever comes first names the run for all; the name says nothing and repeats never."""
+    """Name the run, by whichever rank comes first; the name says nothing and repeats never."""
     mine = secrets.token_hex(8).encode()
     run = store.compare_set(RUN_KEY, None, mine).decode()
     schema = manager.schema

@@ -1,4 +1,4 @@
-"""What a group is: the protocols, and what the real ones share before anything reaches torch.
+"""The protocols of a group, and the checks that real ones share before anything reaches torch.
 
 :mod:`kvpact.consensus.transport.gloo` has the real ones.
 """
@@ -82,7 +82,7 @@ class Group(Protocol):
 
 
 class RawStore(Protocol):
-    """What is used of torch's store clients. One client serves one call at a time."""
+    """The calls of torch's store clients that are used. One client serves one call at a time."""
 
     def set(self, key: str, value: bytes | str, /) -> None:
         """Write, without waiting for an answer: succeeds while the host is stopped."""
@@ -102,7 +102,7 @@ class RawStore(Protocol):
 
 
 class ProcessGroup:
-    """What the real groups share: who takes part, the checks, the way out."""
+    """The base of the real groups: who takes part, the checks, the way out."""
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, width: int) -> None:
         members = tuple(ranks)
@@ -174,5 +174,5 @@ class ProcessGroup:
 
 
 def first_line(error: BaseException) -> str:
-    """What torch has to say, without its stack."""
+    """Return torch's own words, without its stack."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

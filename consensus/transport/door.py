@@ -78,7 +78,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class Door(msgspec.Struct, frozen=True):
-    """What stands at the door. ``passed`` gives the ranks that have come through each round."""
+    """The door of a replica. ``passed`` gives the ranks that have come through each round."""
 
     run: int
     ranks: tuple[int, ...]
@@ -91,7 +91,7 @@ class Door(msgspec.Struct, frozen=True):
     before: str = ""  # why the run before did not come in: a hint for who waits in vain
 
     def error(self) -> KvpactError:
-        """What everybody raises."""
+        """The error that everybody raises."""
         more: dict[str, Any] = {"phase": "start"} if self.kind == "RankStalled" else {}
         return _KINDS.get(self.kind, PeerError)(self.message, ranks=self.blamed, **more)
 

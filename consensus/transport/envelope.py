@@ -1,4 +1,4 @@
-"""What stands in the store: written by a rank of this run, or named as not.
+"""Envelopes for the store: a value is of a rank of this run, or is named as not.
 
 Anybody who reaches the store's port can write into it. So every value of ours carries a keyed
 digest of its key and itself, made with the run's secret (the environment variable KVPACT_SECRET,
@@ -39,7 +39,7 @@ def secret_of_run() -> bytes:
 
 
 def scope_of(name: str, secret: bytes) -> str:
-    """Where a replica's keys stand: runs with different secrets do not meet."""
+    """Return the prefix of a replica's keys: runs with different secrets do not meet."""
     if not secret:
         return name
     return f"{name}.{hashlib.blake2b(b'scope', key=_key(secret), digest_size=6).hexdigest()}"
@@ -92,7 +92,7 @@ class SignedStore:
 
 
 def decode(key: str, value: bytes, kind: type[T]) -> T:
-    """What ``value`` of ``key`` says; :class:`StoreForged` where it says nothing of that kind.
+    """Decode ``value`` of ``key``; :class:`StoreForged` where it is nothing of that kind.
 
     Its size is bounded by what a store takes, its depth by ``kind``.
     """

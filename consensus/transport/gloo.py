@@ -338,7 +338,7 @@ def _meet(store: RawStore, group: GlooGroup, limit_s: float, address: str = "") 
 
 
 class _Health:
-    """What the works of one NCCL group share; no reference to the group, which may be dropped."""
+    """The health that the works of one NCCL group share; no reference to the group itself."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name

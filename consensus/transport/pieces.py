@@ -35,7 +35,7 @@ def write_pieces(store: Store, key: str, writer: int, value: bytes) -> bytes:
 
 
 def read_whole(store: Store, key: str, value: bytes) -> bytes:
-    """What was written, for the ``value`` that stands at ``key``. Raises :class:`StoreForged`."""
+    """Put together what the ``value`` at ``key`` stands for. Raises :class:`StoreForged`."""
     if not value.startswith(_MARK):
         return value
     pieces = [store.get(piece) for piece in _pieces(key, value)]

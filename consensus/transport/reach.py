@@ -31,7 +31,7 @@ _IFNAME_BYTES = 15
 
 
 class Where(msgspec.Struct, frozen=True):
-    """Where a rank can be reached. ``trouble``: it cannot, and why; ``source`` chose the address.
+    """The address of a rank. ``trouble``: why it has none; ``source`` chose the address.
 
     ``key`` is what its listener says to who connects.
     """
@@ -110,7 +110,7 @@ class Reach:
 
 
 def apart(everyone: list[Where]) -> str:
-    """What is wrong where it can be seen from the addresses alone, the same on every rank."""
+    """Name the trouble that the addresses alone show, the same on every rank."""
     for one in everyone:
         if one.trouble:
             return f"rank {one.rank} on host {one.host}: {one.trouble}"

@@ -36,7 +36,7 @@ class Store(Protocol):
     """
 
     def get(self, key: str) -> bytes | None:
-        """What stands at ``key``; ``None``: nothing. Never waits for a key to appear."""
+        """Return the value at ``key``; ``None``: nothing. Never waits for a key to appear."""
         ...
 
     def set(self, key: str, value: bytes) -> None:

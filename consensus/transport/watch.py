@@ -1,4 +1,4 @@
-"""Who is where: every rank says out of band which step it is in, so that a stall has a name.
+"""The watch: every rank says out of band which step it is in, so that a stall has a name.
 
 The scheduler's thread only assigns an attribute. A daemon thread publishes it through the store,
 also while the scheduler's thread hangs in a collective or a forward pass, and answers with that
@@ -51,7 +51,7 @@ BEATS_TO_JUDGE = 4
 
 
 class Life(enum.Enum):
-    """What is known about a rank's process."""
+    """The life of a rank's process, as far as it is known."""
 
     BEATING = "beating"  # its heartbeat goes on: if it is late, its scheduler's thread is stuck
     STOPPED = "stopped"  # suspended by a signal or a debugger (seen on the same host only)
@@ -62,7 +62,7 @@ class Life(enum.Enum):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where a rank said it was.
+    """The position that a rank has published.
 
     ``posted`` counts the collectives it has posted, ``since_s`` is how long it had been in
     ``phase`` when it said so, ``beat`` grows with each publication. ``started`` tells one process
@@ -281,7 +281,7 @@ class Watch:
     # -------------------------------------------------------------------- seeing where others are
 
     def positions(self, ranks: Iterable[int]) -> dict[int, Position | None]:
-        """What each rank published last (``None``: nothing). Raises :class:`StoreSilent`."""
+        """Return each rank's newest position (``None``: none). Raises :class:`StoreSilent`."""
         now_s = self._clock()
         found: dict[int, Position | None] = {}
         for rank in ranks:

@@ -21,7 +21,7 @@ LOAD_BACK = "load_back"
 
 
 class Wish(msgspec.Struct):
-    """What a request waits for: the node to load down to, and what it pins."""
+    """A request's wish: the node to load down to, and what it pins."""
 
     req: Any
     node: int

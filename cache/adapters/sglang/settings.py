@@ -1,4 +1,4 @@
-"""What can be set, by environment variables; the same on every rank, which the start checks."""
+"""Settings by environment variables; the same on every rank, which the start checks."""
 
 # pyright: basic, reportMissingImports=false, reportIncompatibleMethodOverride=false
 
