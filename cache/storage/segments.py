@@ -26,7 +26,7 @@ from kvpact.cache.storage.keys import Identity
 from kvpact.cache.storage.protocol import MAX_BATCH_PAGES, BackendBase, log
 from kvpact.cache.storage.segment_file import (
     ALIGN_BYTES,
-    Entry,
+    TableEntry,
     Unreadable,
     name_of,
     on_disk_bytes,
@@ -52,7 +52,7 @@ class _Place:
 
     __slots__ = ("entry", "segment", "used")
 
-    def __init__(self, segment: _Segment, entry: Entry, used: int) -> None:
+    def __init__(self, segment: _Segment, entry: TableEntry, used: int) -> None:
         self.segment = segment
         self.entry = entry
         self.used = used
@@ -208,7 +208,7 @@ class SegmentBackend(BackendBase):
             self._next_sequence = number + 1
             self._publish(number, size, entries)
 
-    def _table_of(self, number: int) -> tuple[list[Entry], int] | None:
+    def _table_of(self, number: int) -> tuple[list[TableEntry], int] | None:
         path = self.path / name_of(number)
         try:
             return read_table(path, self._identity)
@@ -219,9 +219,9 @@ class SegmentBackend(BackendBase):
 
     # -- reading -----------------------------------------------------------------------------
 
-    def _touched(self, keys: Sequence[bytes]) -> list[tuple[int, list[Entry]]]:
+    def _touched(self, keys: Sequence[bytes]) -> list[tuple[int, list[TableEntry]]]:
         """The entries of ``keys`` by segment; they count as used now."""
-        by_segment: dict[int, list[Entry]] = {}
+        by_segment: dict[int, list[TableEntry]] = {}
         with self._lock:
             self._now += 1
             for key in dict.fromkeys(keys):
@@ -291,7 +291,7 @@ class SegmentBackend(BackendBase):
         with self._lock:
             places = [place for place in victim.live.values() if place.used > after.written]
         places.sort(key=lambda place: (-place.used, place.entry.offset))
-        entries: list[Entry] = []
+        entries: list[TableEntry] = []
         for place in places:
             if place.entry.key in replaced:
                 continue
@@ -334,7 +334,7 @@ class SegmentBackend(BackendBase):
         )
         self._publish(sequence, _size(pages, len(removed)), table)
 
-    def _publish(self, sequence: int, size_bytes: int, table: Iterable[Entry]) -> None:
+    def _publish(self, sequence: int, size_bytes: int, table: Iterable[TableEntry]) -> None:
         with self._lock:
             self._now += 1
             segment = _Segment(sequence, size_bytes, self._now)
