@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvpact.consensus.lazy import public
 
 if TYPE_CHECKING:
-    from kvpact.consensus.core.ballot import Schema, Status
+    from kvpact.consensus.core.ballot import Header, Schema, Status
     from kvpact.consensus.core.errors import (
         BadInput,
         ConservationBroken,
@@ -31,18 +31,21 @@ if TYPE_CHECKING:
         StoreSilent,
     )
     from kvpact.consensus.core.journal import Entry, Journal, read_journal
-    from kvpact.consensus.core.manager import TransactionManager, Verdict
+    from kvpact.consensus.core.manager import PostedBallot, TransactionManager, Verdict
     from kvpact.consensus.core.participant import Intent, Outcome, OutcomeKind, Participant
+    from kvpact.consensus.core.transaction import Event
     from kvpact.consensus.engine.chains import ChainFate, ChainPlan, Link
     from kvpact.consensus.engine.limbo import Limbo
     from kvpact.consensus.engine.replica import CarriesNothing, Replica, join
     from kvpact.consensus.engine.shared_pool import SharedPool
     from kvpact.consensus.engine.tickets import Ticket, Tickets, TicketState
+    from kvpact.consensus.epoch.closing import Locator
     from kvpact.consensus.epoch.incident_files import IncidentFiles
-    from kvpact.consensus.epoch.report import Incident, Policy, Seal
+    from kvpact.consensus.epoch.report import Incident, LastSeen, Policy, Report, Seal, SealedError
     from kvpact.consensus.membership import Membership
+    from kvpact.consensus.step.stage import Beacon, Stage
     from kvpact.consensus.step.step import Carrier, Machine, StepLimits, Stepper
-    from kvpact.consensus.transport.collective import Group, Work
+    from kvpact.consensus.transport.collective import Group, RawStore, Work
     from kvpact.consensus.transport.gloo import (
         GlooGroup,
         SharedStore,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadInput",
+    "Beacon",
     "Carrier",
     "CarriesNothing",
     "ChainFate",
@@ -60,16 +64,20 @@ __all__ = [
     "ConservationBroken",
     "Divergence",
     "Entry",
+    "Event",
     "GlooGroup",
     "Group",
+    "Header",
     "Incident",
     "IncidentFiles",
     "Intent",
     "InternalError",
     "Journal",
     "KvpactError",
+    "LastSeen",
     "Limbo",
     "Link",
+    "Locator",
     "Machine",
     "Membership",
     "Misuse",
@@ -80,14 +88,19 @@ __all__ = [
     "PeerLeft",
     "PeerLost",
     "Policy",
+    "PostedBallot",
     "ProgressLost",
     "RankStalled",
+    "RawStore",
     "Replica",
+    "Report",
     "ResourceError",
     "Schema",
     "Seal",
+    "SealedError",
     "SharedPool",
     "SharedStore",
+    "Stage",
     "Status",
     "StepLimits",
     "Stepper",
@@ -108,7 +121,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "kvpact.consensus.core.ballot": ("Schema", "Status"),
+    "kvpact.consensus.core.ballot": ("Header", "Schema", "Status"),
     "kvpact.consensus.core.errors": (
         "BadInput",
         "ConservationBroken",
@@ -126,18 +139,28 @@ _HOMES = {
         "StoreSilent",
     ),
     "kvpact.consensus.core.journal": ("Entry", "Journal", "read_journal"),
-    "kvpact.consensus.core.manager": ("TransactionManager", "Verdict"),
+    "kvpact.consensus.core.manager": ("PostedBallot", "TransactionManager", "Verdict"),
     "kvpact.consensus.core.participant": ("Intent", "Outcome", "OutcomeKind", "Participant"),
+    "kvpact.consensus.core.transaction": ("Event",),
     "kvpact.consensus.engine.chains": ("ChainFate", "ChainPlan", "Link"),
     "kvpact.consensus.engine.limbo": ("Limbo",),
     "kvpact.consensus.engine.replica": ("CarriesNothing", "Replica", "join"),
     "kvpact.consensus.engine.shared_pool": ("SharedPool",),
     "kvpact.consensus.engine.tickets": ("Ticket", "TicketState", "Tickets"),
+    "kvpact.consensus.epoch.closing": ("Locator",),
     "kvpact.consensus.epoch.incident_files": ("IncidentFiles",),
-    "kvpact.consensus.epoch.report": ("Incident", "Policy", "Seal"),
+    "kvpact.consensus.epoch.report": (
+        "Incident",
+        "LastSeen",
+        "Policy",
+        "Report",
+        "Seal",
+        "SealedError",
+    ),
     "kvpact.consensus.membership": ("Membership",),
+    "kvpact.consensus.step.stage": ("Beacon", "Stage"),
     "kvpact.consensus.step.step": ("Carrier", "Machine", "StepLimits", "Stepper"),
-    "kvpact.consensus.transport.collective": ("Group", "Work"),
+    "kvpact.consensus.transport.collective": ("Group", "RawStore", "Work"),
     "kvpact.consensus.transport.gloo": (
         "GlooGroup",
         "SharedStore",
