@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from kvpact.cache.storage import open_backend
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.errors import Misuse, ResourceError
 from kvpact.consensus.transport.gloo import serve_tcp_store
-from tests.engine_layouts import LAYOUTS, Layout, sglang, vllm
+from kvpact.harness.rank.layouts import LAYOUTS, Layout, sglang, vllm
+from kvpact.harness.scenario import model
 
 NUM_PAGES, PAGE_SIZE = 8, 4
 MakeLayout = Callable[[int, int], Layout]
@@ -223,3 +225,7 @@ def test_a_host_tier_that_cannot_be_had_says_how_much():
 def test_a_page_size_below_one_is_refused():
     with pytest.raises(Misuse, match="page_size must be at least 1, not 0"):
         EngineTensors([[view(slots())]], page_size=0)
+
+
+def test_scenarios_know_every_layout():
+    assert set(get_args(model.Layout)) == {"own", *LAYOUTS}

@@ -26,7 +26,15 @@ from kvpact.cache.memory.paged import PageBytes, PagedMemory
 from kvpact.cache.memory.shape import KVShape
 from kvpact.consensus.core.errors import Misuse
 
-__all__ = ["expected_page", "fill", "fill_pages", "matches", "matches_pages", "page_hashes"]
+__all__ = [
+    "expected_bytes",
+    "expected_page",
+    "fill",
+    "fill_pages",
+    "matches",
+    "matches_pages",
+    "page_hashes",
+]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _RANK_STEP = 0xD1B54A32D192ED03
@@ -94,7 +102,12 @@ def matches(tensors: PagedMemory, page_index: int, page_hash: int, rank: int) ->
 
 def expected_page(shape: KVShape, page_size: int, page_hash: int, rank: int) -> bytes:
     """The bytes of one page as `PagedMemory.read_page` returns them once it is filled."""
-    return _pattern(shape.bytes_per_page(page_size), [page_hash], rank).tobytes()
+    return expected_bytes(shape.bytes_per_page(page_size), page_hash, rank)
+
+
+def expected_bytes(bytes_per_page: int, page_hash: int, rank: int) -> bytes:
+    """The same for a page of so many bytes, whatever they stand for."""
+    return _pattern(bytes_per_page, [page_hash], rank).tobytes()
 
 
 def _pattern(bytes_per_page: int, hashes: Sequence[int], rank: int) -> PageBytes:

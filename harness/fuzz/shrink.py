@@ -112,6 +112,7 @@ _PLAIN = {
     "num_slots": 256,
     "copy_timeout_s": 30.0,
     "eviction": "lru",
+    "layout": "own",
     "low_water_pages": 0,
     "prefetch_policy": "wait_complete",
     "prefetch_timeout_s": 1.0,

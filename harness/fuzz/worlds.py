@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -26,6 +26,7 @@ from kvpact.harness.scenario.model import (
     Headroom,
     Heal,
     Insert,
+    Layout,
     Mode,
     Raises,
     Scenario,
@@ -153,6 +154,7 @@ def _draw_world(draw: random.Random) -> World:
         storage_requests_max=draw.choice((1, 2, 256, 256)),
         journal_entries_max=draw.choice((1, 8, 2048)),
         side_pools=_draw_side_pools(draw, device, max(host, 1), tp * pp) if has_side else (),
+        layout=draw.choice(get_args(Layout)) if draw.random() < 0.15 else "own",
     )
 
 

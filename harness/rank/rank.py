@@ -9,7 +9,7 @@ from kvpact.cache.copies.mover import Mover, PlanPart
 from kvpact.cache.copies.side_pools import SidePool
 from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.hierarchical_cache import HierarchicalCache
-from kvpact.cache.join import make_tensors
+from kvpact.cache.join import make_tensors, tiers_of
 from kvpact.cache.memory.content import fill_pages
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.paged import PagedMemory
@@ -22,6 +22,7 @@ from kvpact.consensus.epoch.closing import Locator
 from kvpact.consensus.step.step import Beacon
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
+from kvpact.harness.rank.layouts import LAYOUTS
 from kvpact.harness.verify.agreement import by_weights, hashes_of, wrong_bytes
 
 __all__ = ["MakeMover", "Rank", "identity_of"]
@@ -50,8 +51,9 @@ class Rank:
         workers: Workers | None = None,
         backend: BackendBase | None = None,
         side_pools: Mapping[str, Mapping[Tier, PagePool]] | None = None,
+        layout: str = "own",
     ) -> None:
-        self.tensors = make_tensors(config, device)
+        self.tensors = _tensors(config, device, layout)
         self.mover = make_mover(self.tensors[Tier.DEVICE], self.tensors[Tier.HOST], plan_part)
         self.workers = workers
         self.backend = backend
@@ -140,6 +142,12 @@ class Rank:
             for one in self.side
         }
         return wrong_bytes(self.cache, self.tensors, nodes, side)
+
+
+def _tensors(config: CacheConfig, device: str, layout: str) -> Mapping[Tier, PagedMemory]:
+    if layout == "own":
+        return make_tensors(config, device)
+    return tiers_of(config, LAYOUTS[layout](config.device_pages, config.page_size).memory)
 
 
 def identity_of(config: CacheConfig, rank: int, num_ranks: int) -> Identity:

@@ -94,7 +94,7 @@ class Engine:
         if end <= held or request.must_recompute:
             return
         loads = self._cache.start_loading([name])
-        layers = self._cache.config.kv_shape.layers
+        layers = len(self._rank.tensors[Tier.DEVICE].layer_planes)
         has_arrived = self._cache.wait_layer(layers - 1, loads, 0.0)
         device = self._rank.tensors[Tier.DEVICE]
         nodes = request.held.path() if request.held is not None else []

@@ -184,6 +184,7 @@ class _GlooRuns:
             workers=self._workers,
             backend=self._backend,
             side_pools=make_side_pools(world, context.rank, board),
+            layout=world.layout,
         )
         return self._real
 

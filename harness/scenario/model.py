@@ -115,6 +115,12 @@ class SidePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     window: Count | None = None
 
 
+#: Whose layout the device tensors have: kvpact's own, or an engine's (harness/rank/layouts.py).
+Layout = Literal[
+    "own", "sglang", "vllm", "tensorrt", "one_allocation", "latent", "head_major", "quantised"
+]
+
+
 class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The replica. ``page_size`` in tokens, ``step_ms`` in (virtual) milliseconds a step."""
 
@@ -136,6 +142,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     load_back_minimum_pages: Count = 1
     evicts_whole_nodes: bool = True
     eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
+    layout: Layout = "own"
     low_water_pages: Amount = 0
     prefetch_policy: Literal["wait_complete", "best_effort", "timeout"] = "wait_complete"
     prefetch_timeout_s: Seconds = 1.0

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvpact.cache.memory.content import expected_page, page_hashes
+from kvpact.cache.memory.content import expected_bytes, page_hashes
 from kvpact.cache.storage import BackendBase
 from kvpact.cache.storage.keys import PageKeys
 from kvpact.cache.tree.events import CacheEvent
@@ -95,13 +95,13 @@ class Listener:
         backend = self._backend
         if backend is None or page_hash not in self._keys:
             return "right"
-        config = self._rank.cache.config
         page = backend.get([self._keys[page_hash]])[0]
         if page is None:
             # A page that a fault spoilt on read was dropped, and may be stored again.
             return "dropped" if backend.counters["wrong"] else "not at all"
         (content,) = by_weights([page_hash], self._weights)
-        right = expected_page(config.kv_shape, config.page_size, content, self._rank.cache.rank)
+        num_bytes = self._rank.tensors[Tier.HOST].bytes_per_page
+        right = expected_bytes(num_bytes, content, self._rank.cache.rank)
         return "right" if bytes(page) == right else "wrong"
 
     @property

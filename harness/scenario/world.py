@@ -277,6 +277,7 @@ class _SimRuns:
             workers=workers,
             backend=self._backend,
             side_pools=make_side_pools(world, rank, self._board),
+            layout=world.layout,
         )
 
     def _group(self, epoch: int) -> SimGroup:

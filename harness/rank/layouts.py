@@ -8,6 +8,8 @@ import torch
 
 from kvpact.cache.memory.engine_tensors import EngineTensors, TensorView
 
+__all__ = ["LAYOUTS", "Layout"]
+
 LAYERS, HEADS, DIM = 3, 2, 8
 
 
@@ -24,7 +26,7 @@ class Layout:
         assert self.memory.num_pages == num_pages
 
     def read(self, page: int) -> list[torch.Tensor]:
-        """What one page keeps, by the engine's own indices: parts of its tensors, not copies."""
+        """Return one page by the engine's own indices: parts of its tensors, not copies."""
         parts: list[torch.Tensor] = []
         for view in self._views:
             if view.pages is not None:
