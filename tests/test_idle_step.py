@@ -155,7 +155,7 @@ def test_an_idle_step_and_a_requests_life_keep_their_budget():
     passages = {passage.name: passage for passage in count_life()}
     idle, life = passages["an idle step"], passages["a request's life"]
     assert (idle.calls, len(idle.files)) <= (35, 8), idle
-    assert life.calls <= 1240
+    assert life.calls <= 1120
     assert len(life.files) <= 40
 
 
@@ -163,4 +163,6 @@ def test_an_idle_step_and_a_requests_life_keep_their_budget():
 def test_a_failing_step_is_counted_on_every_rank():
     passages = count_failure(2)
     assert [one.name for one in passages] == [f"rank {rank}, until it raised" for rank in (0, 1)]
-    assert all("consensus/epoch/judge.py" in passage.files for passage in passages)
+    assert all("consensus/epoch/closing.py" in passage.files for passage in passages)
+    # Who comes last finds the seal written, and judges nothing.
+    assert any("consensus/epoch/judge.py" in passage.files for passage in passages)

@@ -88,7 +88,7 @@ class EvictionOrder:
     _REBUILD_FLOOR = 1024
 
     def __init__(self, tier: Tier, policy: EvictionPolicy) -> None:
-        self._tier = tier
+        self._is_device = tier is Tier.DEVICE
         self._policy = policy
         self._heap: list[tuple[tuple[bool, Key], int, Node]] = []
         self._pushes = 0
@@ -96,7 +96,7 @@ class EvictionOrder:
 
     def is_candidate(self, node: Node) -> bool:
         """Resident here, unpinned, and nothing below it is in this tier."""
-        presence = node.at(self._tier)
+        presence = node.device if self._is_device else node.host
         return (
             presence.state is Residency.RESIDENT
             and presence.pins == 0

@@ -111,14 +111,15 @@ class Schema(msgspec.Struct, frozen=True):
         """A new ballot with all slots 0; the caller writes the slots of its open intents."""
         if not 0 <= rank < _MAX_RANKS:
             raise Misuse(f"rank must be in 0..{_MAX_RANKS - 1}, got {rank}")
-        vector = np.zeros(self.width, dtype=np.int64)
+        first_slot = _POOLS + len(self.pools)
+        vector = np.zeros(first_slot + 2 * self.num_slots, dtype=np.int64)
         values = msgspec.structs.astuple(header)
         vector[0:_STATUS:2] = values
         vector[1:_STATUS:2] = [-value for value in values]
         # The worst status wins, and among equals the highest rank: so a broken rank is named.
         vector[_STATUS] = 0 if status is Status.HEALTHY else -(int(status) * _MAX_RANKS + rank)
         vector[_CLOCK] = clock_ms
-        vector[_POOLS : self.first_slot] = [usable[pool] for pool in self.pools]
+        vector[_POOLS:first_slot] = [usable[pool] for pool in self.pools]
         return vector
 
 
@@ -148,11 +149,13 @@ def tally(schema: Schema, reduced: Vector, num_slots: int | None = None) -> Verd
 
     Raises :class:`Misuse` for a vector of another shape.
     """
-    if reduced.shape != (schema.width,):
-        raise Misuse(f"a ballot has {schema.width} numbers, got shape {reduced.shape}")
-    head: list[int] = reduced[: schema.first_slot].tolist()
-    last = schema.width if num_slots is None else schema.first_slot + 2 * num_slots
-    slots: list[int] = reduced[schema.first_slot : last].tolist()
+    first_slot = _POOLS + len(schema.pools)
+    width = first_slot + 2 * schema.num_slots
+    if reduced.shape != (width,):
+        raise Misuse(f"a ballot has {width} numbers, got shape {reduced.shape}")
+    head: list[int] = reduced[:first_slot].tolist()
+    last = width if num_slots is None else first_slot + 2 * num_slots
+    slots: list[int] = reduced[first_slot:last].tolist()
     mismatch, lowest, highest = "", 0, 0
     for position, name in enumerate(HEADER_FIELDS):
         low, high = head[2 * position], -head[2 * position + 1]

@@ -379,9 +379,9 @@ class TransactionManager:
                 columns[position + 1] = 1
             else:
                 columns[position] = intent.total
-        first = self.schema.first_slot
-        vector[first : first + 2 * num_slots] = columns
         if intents:
+            first = self.schema.first_slot
+            vector[first : first + 2 * num_slots] = columns
             self._unposted.clear()
         return num_slots
 

@@ -11,7 +11,7 @@ from kvpact.consensus.core.ballot import Header, Vector
 from kvpact.consensus.core.errors import InternalError
 from kvpact.consensus.transport.gloo import Work
 
-__all__ = ["MOVES", "Beacon", "InFlight", "Stage", "move"]
+__all__ = ["MOVES", "Beacon", "InFlight", "Stage", "no_move"]
 
 
 class Stage(enum.StrEnum):
@@ -49,11 +49,9 @@ MOVES: dict[Stage, frozenset[Stage]] = {
 }  # fmt: skip
 
 
-def move(before: Stage, after: Stage) -> Stage:
-    """``after``. Raises :class:`InternalError` where the table has no such move."""
-    if after not in MOVES[before]:
-        raise InternalError(f"a rank that is {before.value} cannot be {after.value} next")
-    return after
+def no_move(before: Stage, after: Stage) -> InternalError:
+    """The error for a move that the table does not have."""
+    return InternalError(f"a rank that is {before.value} cannot be {after.value} next")
 
 
 class InFlight(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ from kvpact.consensus.step.change import Carrier, EpochChange
 from kvpact.consensus.step.machine import Machine
 from kvpact.consensus.step.observe import Alone, Observation, OwnVote
 from kvpact.consensus.step.progress import Progress
-from kvpact.consensus.step.stage import Beacon, InFlight, Stage, move
+from kvpact.consensus.step.stage import MOVES, Beacon, InFlight, Stage, no_move
 from kvpact.consensus.step.wait import PAUSED, StepLimits, VerdictWait
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
@@ -243,16 +243,16 @@ class Stepper:
 
         The others wait for it beyond their deadline, and the agreed clock stands still.
         """
-        began = self.group.now()
+        began, manager = self.group.now(), self.manager
         if self._beacon is not None:
-            manager = self.manager
             phase = f"{PAUSED}: {reason}"
             self._beacon.at(manager.epoch, manager.step, phase, self.num_collectives)
         try:
             yield
         finally:
             self._paused_s += self.group.now() - began
-            self._say_where()
+            if self._beacon is not None:
+                self._beacon.at(manager.epoch, manager.step, self._stage, self.num_collectives)
 
     def attempt(self, part: Callable[[], None]) -> None:
         """Between steps: do a part of the next step's preparation now.
@@ -305,11 +305,9 @@ class Stepper:
     # -- inside ----------------------------------------------------------------------------------
 
     def _enter(self, stage: Stage) -> None:
-        self._stage = move(self._stage, stage)
-        self._say_where()
-
-    def _say_where(self) -> None:
-        stage = self._stage
+        if stage not in MOVES[self._stage]:
+            raise no_move(self._stage, stage)
+        self._stage = stage
         if self._beacon is not None:
             manager = self.manager
             self._beacon.at(manager.epoch, manager.step, stage.value, self.num_collectives)
