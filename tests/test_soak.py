@@ -199,7 +199,8 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 def test_a_stop_shorter_than_the_deadline_is_survived(tmp_path: Path) -> None:
     fault = FaultLine(site="process", action="stop", ranks=(0,), at_step=100, seconds=1.0)
     plan = Plan(fault=(fault,), cover=("straggler within the deadline",))
-    status, report = joined(tmp_path, plan=plan)
+    # Enough of them to be still under way when it strikes, a second after step 100.
+    status, report = joined(tmp_path, plan=plan, steps=3_000)
     assert (status, report.verdict, report.history) == (0, "pass", "holds"), report.why
     assert report.step_ms.max > 500
 
