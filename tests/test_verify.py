@@ -447,3 +447,18 @@ def test_no_file_makes_it_wait_or_fall(copied: Path, capsys: pytest.CaptureFixtu
     assert status == 1
     assert "\\x1b[31mred\\x9b" in said
     assert not {"\x1b", "\x9b"} & set(said)
+
+
+def test_what_was_open_when_the_ranks_were_restarted_need_not_have_ended(
+    history: Path, tmp_path: Path
+) -> None:
+    for rank in range(2):
+        lines = _read(history, rank)
+        _never_ends(lines)
+        _write(tmp_path, lines, rank)
+    assert "never ended, and the epoch was not closed" in verifies.complaint(str(tmp_path))
+    assert verifies.complaint(str(tmp_path), is_cut=True) == ""
+
+
+def test_a_world_with_a_restart_on_the_way_has_a_history_that_holds(tmp_path: Path) -> None:
+    assert run_world(170902002895973, weighted=True, journals=tmp_path).failures == []

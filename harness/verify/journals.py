@@ -39,10 +39,11 @@ def require_journals(folder: str | None, num_ranks: int) -> None:
         raise BadInput(f"--journal: {path} cannot be written: {error.strerror}") from None
 
 
-def check_journals(folder: str | None, ranks: Sequence[int]) -> str:
+def check_journals(folder: str | None, ranks: Sequence[int], *, is_cut: bool = False) -> str:
     """What is wrong with the history in ``folder``; empty: it holds, or none was asked for.
 
     ``ranks`` must have written something: an empty journal would hold whatever happened.
+    ``is_cut``: the ranks were ended on the way, so what was open then need not have ended.
     """
     if folder is None:
         return ""
@@ -53,4 +54,4 @@ def check_journals(folder: str | None, ranks: Sequence[int]) -> str:
                 f"history: rank {rank} has written nothing to {path}: --journal must be a folder"
                 " that all ranks see"
             )
-    return complaint(folder)
+    return complaint(folder, is_cut=is_cut)

@@ -50,17 +50,20 @@ def _journals(folder: Path) -> list[Path]:
     return sorted(folder.glob("rank*.jsonl"), key=lambda path: (len(path.name), path.name))
 
 
-def complaint(folder: str) -> str:
+def complaint(folder: str, *, is_cut: bool = False) -> str:
     """What is wrong with the history of the run in ``folder``; empty: it holds."""
     try:
-        check_folder(Path(folder))
+        check_folder(Path(folder), is_cut=is_cut)
     except (Unreadable, Violation) as error:
         return f"history: {error}"
     return ""
 
 
-def check_folder(folder: Path) -> str:
-    """One line about the run in ``folder``; raises :class:`Violation` naming file and line."""
+def check_folder(folder: Path, *, is_cut: bool = False) -> str:
+    """One line about the run in ``folder``; raises :class:`Violation` naming file and line.
+
+    ``is_cut``: the ranks were ended on the way, so what was open then need not have ended.
+    """
     logs = _Logs()
     histories: dict[Path, History] = {}
     paths = _journals(folder)
@@ -83,7 +86,7 @@ def check_folder(folder: Path) -> str:
     last = max((history.epoch for history in histories.values()), default=0)
     for path, history in histories.items():
         left = history.open_intents()
-        if left and history.epoch == last and last not in sealed:
+        if left and not is_cut and history.epoch == last and last not in sealed:
             raise Violation(f"{path}: closed: {left[0]} never ended, and the epoch was not closed")
     intents = max((history.num_intents for history in histories.values()), default=0)
     parted = f"; of these {len(logs.parted)} parted, and ended as that" if logs.parted else ""
