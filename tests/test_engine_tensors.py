@@ -222,6 +222,11 @@ def test_a_host_tier_that_cannot_be_had_says_how_much():
         host_pages_for(sglang(2, 4).memory, 1 << 40)
 
 
+def test_a_host_may_have_no_pages():
+    host = host_pages_for(sglang(2, 4).memory, 0)
+    assert host.num_pages == 0
+
+
 def test_a_page_size_below_one_is_refused():
     with pytest.raises(Misuse, match="page_size must be at least 1, not 0"):
         EngineTensors([[view(slots())]], page_size=0)

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvpact.consensus.core.errors import BadInput, StoreSilent
+from kvpact.consensus.core.ballot import Vector
+from kvpact.consensus.core.errors import BadInput, PeerLost, StoreSilent
 from kvpact.consensus.epoch.incident_files import IncidentFiles
 from kvpact.consensus.epoch.report import Incident, Policy
 from kvpact.consensus.step.observe import QUIET_STEPS
 from kvpact.harness.cli.explain import incidents_in
 from tests.foreign import only
 from tests.test_change import World
-from tests.test_step import DEADLINE_S, GRACE_S
+from tests.test_step import DEADLINE_S, GRACE_S, Call
 
 LAGS = pytest.mark.parametrize("lag", [0, 1, 2, 3, 4])
 STEPS_TO_BE_SURE = 5
@@ -135,6 +136,36 @@ def test_live_requests_that_differ_are_told_again_once_they_were_equal(lag: int)
         world.ranks[1].engine.live_digest = int
         go_on(world, lag + 2)
     assert {one[-1].seal.error.field for one in told} == {"live"}
+
+
+def cut_off(world: World, rank: int) -> None:
+    """The transport of ``rank`` is broken, and says so when it is asked to post."""
+
+    def breaks(vector: Vector) -> Call:
+        raise PeerLost("group a: a collective failed: Connection reset by peer")
+
+    world.ranks[rank].stepper.group.min = breaks  # type: ignore[method-assign]
+
+
+@LAGS
+def test_a_transport_that_breaks_while_posting_ends_nobody_who_observes(lag: int) -> None:
+    world, told = observing(lag)
+    cut_off(world, 1)
+    go_on(world, lag + 3)
+    assert all(rank.stepper.observation.is_off for rank in world.ranks)
+    assert [one[0].seal.then for one in told] == ["off"] * 3
+    go_on(world, 5)
+
+
+@LAGS
+def test_a_transport_that_breaks_while_posting_is_one_error_on_all_ranks(lag: int) -> None:
+    world = World(lag, policy=Policy("raise"))
+    assert not world.run(lag + 2)
+    cut_off(world, 1)
+    errors = world.run(lag + 3)
+    assert set(errors) == {0, 1, 2}
+    assert only(str(error) for error in errors.values())
+    assert {type(error) for error in errors.values()} == {PeerLost}
 
 
 def breaks_prepare(world: World) -> None:

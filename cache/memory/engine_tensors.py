@@ -15,6 +15,7 @@ The dimensions before it each make planes of their own, those behind it belong t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -162,7 +163,8 @@ def _rows(view: TensorView, page_size: int, name: str) -> Iterator[_Rows]:
             f"{name}: a page of shape {page} has strides {steps} and is not contiguous: keep what"
             " lies apart in dimensions before that of the pages"
         )
-    rows: torch.Tensor = tensor.flatten(dim + 1) if page else tensor.unsqueeze(-1)
+    # A view or an error: never a copy that nobody would write back.
+    rows: torch.Tensor = tensor.view(*shape[: dim + 1], math.prod(page))
     if dim == 0:
         yield _Rows(rows.unsqueeze(0), name)
     else:

@@ -39,6 +39,7 @@ from kvpact.consensus.step.observe import Alone, Observation, OwnVote
 from kvpact.consensus.step.progress import Progress
 from kvpact.consensus.step.stage import MOVES, Beacon, InFlight, Stage, no_move
 from kvpact.consensus.step.wait import PAUSED, StepLimits, VerdictWait
+from kvpact.consensus.transport.collective import LostWork
 from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
 
@@ -338,7 +339,10 @@ class Stepper:
         self._headers[posted] = newest.header
         self._headers.pop(posted - manager.lag - _HEADERS_KEPT, None)
         self.num_collectives += 1
-        work = self.group.min(vector)
+        try:
+            work = self.group.min(vector)
+        except PeerLost as error:
+            work = LostWork(error)  # found where all others find theirs: while they wait for it
         posted_now = InFlight(manager.epoch, newest.header, newest.num_slots, work, vector)
         self.in_flight = (*self.in_flight, posted_now)
         if manager.lag and not self._round and self._cause is None:
@@ -573,7 +577,7 @@ class Stepper:
             self._enter(Stage.DONE)
         elif stage is Stage.AWAIT:
             self._await(stage)
-        else:
+        elif stage is not self._stage:
             self._enter(stage)
 
     def _tell_what_is_known(self, error: StoreSilent) -> None:

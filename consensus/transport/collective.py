@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from kvpact.consensus.core.errors import Misuse, PeerLost, ResourceError
 from kvpact.consensus.transport.bounded import entrust
 
-__all__ = ["MAX_OUTSTANDING", "Group", "ProcessGroup", "RawStore", "Vector", "Work", "first_line"]
+__all__ = [
+    "MAX_OUTSTANDING",
+    "Group",
+    "LostWork",
+    "ProcessGroup",
+    "RawStore",
+    "Vector",
+    "Work",
+    "first_line",
+]
 
 Vector = NDArray[np.int64]
 
@@ -39,6 +48,25 @@ class Work(Protocol):
     def result(self) -> Vector:
         """The minimum over all ranks, shape ``(width,)``, read-only. Before done: Misuse."""
         ...
+
+
+class LostWork:
+    """A collective that could not be started, since its transport is broken: a :class:`Work`."""
+
+    def __init__(self, error: PeerLost) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        """Raise the error that the transport gave."""
+        raise self._error
+
+    def wait(self, timeout_s: float) -> bool:
+        """Raise the error that the transport gave."""
+        raise self._error
+
+    def result(self) -> Vector:
+        """Raise the error that the transport gave."""
+        raise self._error
 
 
 class Group(Protocol):
@@ -68,7 +96,8 @@ class Group(Protocol):
         """Start the MIN over all ranks. ``vector``: int64, shape ``(width,)``; it is copied.
 
         All ranks must call it equally often, each from one thread. Raises :class:`Misuse` before
-        anything is sent; a lost peer shows in the returned work at the latest.
+        anything is sent, and may raise :class:`PeerLost` where the transport is known to be broken;
+        a lost peer shows in the returned work at the latest.
         """
         ...
 
