@@ -265,6 +265,7 @@ class CacheCore:
             "loads": load.num_commits,
             "loads_aborted": load.num_aborts,
             "loads_no_room": load.num_no_room,
+            "loads_failed": load.num_failed,
             "refused": self.insertion.num_refused,
             "admitted": self.admission.num_admitted,
             "admissions_refused": self.admission.num_refused,

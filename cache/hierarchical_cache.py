@@ -64,6 +64,20 @@ __all__ = [
 ]
 
 
+class StoreHealth(Protocol):
+    """A watch over the store. Another thread writes it, one value at a time."""
+
+    @property
+    def silent_since_s(self) -> float | None:
+        """When the store fell silent, by the clock of the watch; ``None``: it answers."""
+        ...
+
+    @property
+    def num_silences(self) -> int:
+        """How often it fell silent."""
+        ...
+
+
 class StepObserver(Protocol):
     """Hears of every step, on the scheduler's thread; decides nothing."""
 
@@ -107,6 +121,8 @@ class HierarchicalCache:
         self._on_close = on_close
         #: Who measures the steps (:func:`kvpact.metrics`); ``None``: nobody.
         self.observer: StepObserver | None = None
+        #: Who watches the store; ``None``: nobody.
+        self.store_health: StoreHealth | None = None
         self.rank = group.rank
         #: The version of the weights that compute the pages: agreed.
         self.weights = config.weights
@@ -603,14 +619,21 @@ class HierarchicalCache:
         )
 
     def metrics(self) -> dict[str, int]:
-        """Counters since the start; pages, intents and copies. Cheap."""
-        change = self.stepper.change
+        """Counters since the start; pages, intents and copies. Cheap.
+
+        ``store_silences`` counts how often the store stopped answering, and ``store_silent`` is 1
+        while it does not: steps go on without it, but nobody could be named. Facts of this rank.
+        """
+        change, health = self.stepper.change, self.store_health
+        is_silent = health is not None and health.silent_since_s is not None
         return {
             **self.core.counts(),
             "collectives": self.stepper.num_collectives,
             "divergences": change.endings["Divergence"],
             "stalls": change.endings["RankStalled"],
             "resets": change.num_resets + self._num_ordered,
+            "store_silences": health.num_silences if health is not None else 0,
+            "store_silent": int(is_silent),
         }
 
     def status(self) -> CacheStatus:

@@ -146,6 +146,7 @@ def join_cache(
             side=side,
         )
         cache.stepper.change.on_incident = on_incident
+        cache.store_health = membership.watch
         membership.watch_over(cache.stepper, on_alarm)
         closing.enter_context(parts.pop_all())
         closing.callback(membership.leave, leave_timeout_s)

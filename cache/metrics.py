@@ -41,7 +41,12 @@ _OUTCOMES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "load_backs": (
         "Decided load-backs, by how it came out.",
-        {"commit": "loads", "abort": "loads_aborted", "no_room": "loads_no_room"},
+        {
+            "commit": "loads",
+            "abort": "loads_aborted",
+            "no_room": "loads_no_room",
+            "failed": "loads_failed",
+        },
     ),
 }
 #: Counter -> its help, and the key of ``HierarchicalCache.metrics()``.
@@ -56,6 +61,7 @@ _TOTALS: dict[str, tuple[str, str]] = {
     "divergences": ("Epochs that ended because ranks differed.", "divergences"),
     "stalls": ("Epochs that ended because a rank did not come.", "stalls"),
     "resets": ("Times that the cache was dropped and begun anew.", "resets"),
+    "store_silences": ("Times that the store stopped answering this rank.", "store_silences"),
 }
 
 
@@ -157,6 +163,7 @@ class CacheMetrics:
             ("epoch", "The epoch that this rank is in.", status.epoch),
             ("step", "The last step that this rank has settled.", status.settled_step),
             ("open_intents", "Intents that hold a slot.", status.num_open),
+            ("store_silent", "1 while the store does not answer.", counts["store_silent"]),
         ):
             gauge = GaugeMetricFamily(f"kvpact_{name}", text, labels=labels)
             gauge.add_metric(values, value)

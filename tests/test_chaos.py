@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from kvpact.harness.faults.plan import SITES, FaultLine, Plan, chaos_plan, fit_p
 from kvpact.harness.soak.config import SoakConfig
 from kvpact.harness.soak.coverage import POINTS, check_names, missing
 from kvpact.harness.soak.feed import FaultEvent
-from kvpact.harness.soak.process_faults import ProcessFaults
+from kvpact.harness.soak.process_faults import ProcessFaults, SoakBoard
 from kvpact.harness.verify.history import read_lines
 from kvpact.harness.verify.verify import complaint
 
@@ -128,6 +129,45 @@ def test_the_same_seed_strikes_in_the_same_steps() -> None:
     assert strikes(plan, 0, 1) != strikes(plan, 1, 1)
     assert 10 <= len(strikes(plan, 0, 1)) <= 40
     assert strikes(Plan(fault=(msgspec.structs.replace(line, ranks=(1,)),)), 0, 1) == []
+
+
+def occasions(board: SoakBoard, number: int) -> list[bool]:
+    """Whether each of so many reservations on the host is refused."""
+    return [board.strike("host.reserve") is not None for _ in range(number)]
+
+
+def test_what_recurs_strikes_at_most_every_second_occasion() -> None:
+    """However often it is due, and however many faults of one site are."""
+    lines = [
+        FaultLine(site="host.reserve", action="refuse", every_steps=1, times=3),
+        FaultLine(site="host.reserve", action="refuse", every_steps=1),
+    ]
+    devil, _ = process_faults(Plan(fault=tuple(lines)), 0)
+    struck: list[bool] = []
+    for step in range(1, 60):
+        devil.before_step(step, None)
+        struck += occasions(devil.board, 2)
+    assert 50 < sum(struck) <= len(struck) / 2
+    assert not any(one and after for one, after in itertools.pairwise(struck))
+
+
+def test_what_recurs_does_not_pile_up_while_there_is_no_occasion() -> None:
+    line = FaultLine(site="host.reserve", action="refuse", every_steps=5, times=2)
+    devil, told = process_faults(Plan(fault=(line,)), 0)
+    for step in range(1, 500):
+        devil.before_step(step, None)
+    assert occasions(devil.board, 10) == [False, True, False, True] + 6 * [False]
+    assert len(told) == 2
+    devil.before_step(600, None)
+    devil.heal()
+    assert not any(occasions(devil.board, 10))
+
+
+def test_a_plan_that_wants_all_occasions_has_them() -> None:
+    line = FaultLine(site="host.reserve", action="refuse", at_step=1, times=-1)
+    devil, _ = process_faults(Plan(fault=(line,)), 0)
+    devil.before_step(1, None)
+    assert all(occasions(devil.board, 10))
 
 
 def test_skew_delays_a_share_of_the_copies_until_healed() -> None:

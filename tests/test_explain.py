@@ -229,3 +229,20 @@ def test_a_soak_is_explained_from_its_report(
     assert "incident 1 of 1" in text
     assert "Journals of all ranks around the first difference" in text
     assert ("went on in a new epoch" in text) == (policy == "reset")
+
+
+def test_a_soak_in_which_nobody_gets_on_says_who_waits_for_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 refuses every device page: all agree, and no request finishes."""
+    line = FaultLine(site="device.reserve", action="refuse", ranks=(1,), at_step=30, times=-1)
+    gather = simulate(SoakConfig(steps=100_000, plan=Plan(fault=(line,))))
+    found = conclude(gather, is_stopped=False)
+    assert finish(gather, found, Options(out=str(tmp_path)), PlainConsole()).verdict == "hang"
+    at_once = " ".join(capsys.readouterr().out.split())
+    for text in (at_once, explained(tmp_path / "report.json", capsys)):
+        assert "no request has finished for 30 s" in text
+        assert "waits for its admission, pending" in text
+        assert "open: load_back" in text
+        assert "loads since a request last finished: 0 committed" in text
+        assert " aborted" in text

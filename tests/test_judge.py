@@ -195,6 +195,13 @@ def test_who_has_not_done_its_part_is_named_where_all_wait() -> None:
     assert error_of(reports[:1]).ranks == ()
 
 
+def test_who_waits_in_line_is_told_once() -> None:
+    """All ranks agree on it, so one tells it for all."""
+    lines = ["load-back of r1 has waited for 9.0 s: no room"]
+    reports = [report(rank, "stuck", 8, waiting=lines) for rank in range(3)]
+    assert error_of(reports).story == (f"in line: {lines[0]}",)
+
+
 def test_the_judge_reads_no_sentences() -> None:
     """Lines for a person may say anything: who is named follows from the records beside them."""
     owed = report(0, "stuck", 8, pending=["in other words"], owes_ending=True)

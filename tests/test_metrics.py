@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.metrics import CacheMetrics, metrics
+from kvpact.consensus.transport.store import MemoryStore
+from kvpact.consensus.transport.watch import Watch
 from tests.cache_world import PAGE_SIZE, World
 
 
@@ -103,6 +106,32 @@ def test_prometheus_own_checker_has_nothing_to_say(loaded: Watched) -> None:
         check=False,
     )
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def wait_for(watched: Watched, silent: int) -> None:
+    """Until ``store_silent`` of rank 0 is as wanted."""
+    ends_at = time.monotonic() + 10
+    while watched.value("store_silent") != silent:
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+
+
+def test_a_silent_store_shows() -> None:
+    watched = Watched()
+    assert (watched.value("store_silent"), watched.value("store_silences_total")) == (0, 0)
+    store = MemoryStore()
+    watch = Watch(store, 0, interval_s=0.01)
+    watched.world.caches[0].store_health = watch
+    store.silent = True
+    watch.start()
+    try:
+        wait_for(watched, 1)
+        assert watched.world.caches[0].metrics()["store_silences"] == 1
+        store.silent = False
+        wait_for(watched, 0)
+        assert watched.value("store_silences_total") == 1
+    finally:
+        assert watch.stop()
 
 
 def test_nothing_is_measured_before_or_after() -> None:

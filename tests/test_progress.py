@@ -8,7 +8,7 @@ import pytest
 
 from kvpact.consensus.core.errors import KvpactError, ProgressLost
 from kvpact.consensus.core.manager import TransactionManager
-from kvpact.consensus.step.progress import MAX_DESCRIBED, Progress, describe
+from kvpact.consensus.step.progress import MAX_DESCRIBED, MAX_WAITING_TOLD, Progress, describe
 from kvpact.consensus.step.step import StepLimits, Stepper
 from tests.foreign import Engine, Owner, make_manager, only
 from tests.test_step import LAGS, Baggage, World, one_error
@@ -60,6 +60,36 @@ def test_what_waits_in_line_is_named(lag: int) -> None:
     assert isinstance(error, ProgressLost)
     assert "pages for request r7 has waited for" in error.message
     assert "a pin that blocks every admission" in error.message
+
+
+@LAGS
+def test_whoever_else_waits_is_told_too(lag: int) -> None:
+    world = world_with(
+        lag, lambda: {f"pages for r{n}": "room" for n in range(MAX_WAITING_TOLD + 3)}
+    )
+    error = one_error(step_until_error(world))
+    told = [line for line in error.story if line.startswith("in line: ")]
+    assert len(told) == MAX_WAITING_TOLD + 1
+    assert told[0].startswith("in line: pages for r0 has waited for ")
+    assert told[0].endswith(" s: room")
+    assert told[-1] == "in line: and 3 more"
+
+
+def test_the_longest_wait_comes_first() -> None:
+    manager = make_manager(0)
+    waits = {"young": "room"}
+    progress = Progress(manager, bound_s=BOUND_S, waits=lambda: waits)
+    for clock_ms in (0, 500):
+        manager.clock_ms = clock_ms
+        assert progress.overdue() == ""
+        waits = {"older": "a slot", **waits} if clock_ms == 0 else waits
+    manager.clock_ms = 1000
+    waits = {"youngest": "room", **waits}
+    assert progress.waiting() == [
+        "young has waited for 1.0 s: room",
+        "older has waited for 0.5 s: a slot",
+        "youngest has waited for 0.0 s: room",
+    ]
 
 
 def test_what_is_opened_after_an_idle_hour_is_not_an_hour_old() -> None:

@@ -168,6 +168,7 @@ def test_the_loss_of_the_store_is_said_once_and_so_is_its_end(
         store.silent = False
         _until(lambda: watch.silent_since_s is None)
         assert watch.stop()
+    assert watch.num_silences == 1
     assert len(caplog.records) == 2
     assert "the store answers again" in caplog.records[1].getMessage()
 

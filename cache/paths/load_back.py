@@ -49,6 +49,7 @@ class LoadBack(Path):
         self._tickets: list[Ticket] = []
         self.num_commits = 0
         self.num_aborts = 0
+        self.num_failed = 0  # committed, yet some of it did not arrive on some rank
         self.num_no_room = 0
 
     # -- the call --------------------------------------------------------------------------------
@@ -402,6 +403,7 @@ class LoadBack(Path):
         arrived = self._cut(carriage.nodes, good) if good else []
         failed = [n for n in carriage.nodes if n.device.carriage is carriage and n not in arrived]
         if failed:
+            self.num_failed += 1
             self._withdrawal.retract_load(failed[0], carriage)
             given_up = intent.state is State.QUARANTINED
             self._withdrawal.retract_source(failed[0], is_read=given_up)

@@ -229,6 +229,7 @@ def _stuck(reports: Mapping[int, Report], epoch: int) -> SealedError:
         story += [f"rank {rank}: {line}" for line in report.pending[:_PENDING_TOLD]]
         if report.owes_ending:
             lacking.append(rank)
+    story += [f"in line: {line}" for line in first.waiting]
     return SealedError(
         kind="ProgressLost",
         message=first.detail,

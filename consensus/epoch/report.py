@@ -83,7 +83,8 @@ class Report(msgspec.Struct, frozen=True):
     ``broken`` (a rank said so), ``stuck`` (something outlived its bound), ``asked`` (others are
     closing). ``broken_rank`` is the rank that said so, or this one, where an exception of class
     ``raised`` cut short what it did; ``pending`` are its oldest open intents, as lines for a
-    person; ``owes_ending``: the oldest of them has not ended on this rank.
+    person; ``owes_ending``: the oldest of them has not ended on this rank. Of what is ``stuck``
+    ``waiting`` has who waits in a line, longest first, and what each lacks: agreed lines.
 
     ``held`` are the last verdicts it settled. ``live`` gives the pages of each live request and
     ``kept`` names what a ``detach`` could keep here (sorted numbers): what a new epoch may carry
@@ -107,6 +108,7 @@ class Report(msgspec.Struct, frozen=True):
     epoch: int = -1  # after an agreed call on some ranks only not all are in the same
     pending: list[str] = []
     owes_ending: bool = False
+    waiting: list[str] = []
     phase: str = ""
     waited_s: float = 0.0
     num_resets: int = 0

@@ -110,6 +110,7 @@ class EpochChange:
         raised: str,
         detail: str,
         phase: str,
+        waiting: list[str],
     ) -> None:
         """This rank gives up at ``at_step``: report it to the others."""
         manager, now = self._manager, self._group.now()
@@ -137,6 +138,7 @@ class EpochChange:
             pools=self._carrier.pools(),
             pending=describe(manager),
             owes_ending=oldest is not None and not oldest.local_ended,
+            waiting=waiting,
             phase=phase,
             waited_s=waited_s,
             num_resets=len(self._resets_at),

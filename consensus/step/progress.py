@@ -19,6 +19,8 @@ Waits = Callable[[], Mapping[str, str]]
 _LOOKS = 16
 #: So many open intents are described in a report.
 MAX_DESCRIBED = 32
+#: So many of those who wait in line are told with the one that outlived its bound.
+MAX_WAITING_TOLD = 8
 
 
 class Progress:
@@ -69,6 +71,18 @@ class Progress:
             if age_ms > self._bound_ms:
                 return _line(name, age_ms, waits[name])
         return ""
+
+    def waiting(self) -> list[str]:
+        """Say who waits in line, longest first, and what each lacks: lines for a person. Agreed."""
+        waits: Mapping[str, str] = self._waits() if self._waits is not None else {}
+        since = {name: self._since.get(name, self._manager.clock_ms) for name in waits}
+        names = sorted(waits, key=since.__getitem__)
+        lines = [
+            _line(name, self._manager.clock_ms - max(since[name], self._woke_ms), waits[name])
+            for name in names[:MAX_WAITING_TOLD]
+        ]
+        left = len(names) - MAX_WAITING_TOLD
+        return lines + ([f"and {left} more"] if left > 0 else [])
 
 
 def _line(what: str, age_ms: int, lacks: str) -> str:

@@ -521,6 +521,7 @@ class Stepper:
             raised=raised,
             detail=detail,
             phase=self._stage.value,
+            waiting=self._progress.waiting() if cause == "stuck" else [],
         )
         self._enter(Stage.CLOSING)
 

@@ -162,7 +162,8 @@ class Watch:
     seconds), ``sleep`` and ``probe`` (life of a process of this machine) can be replaced in tests;
     then ``beat`` is called instead of ``start``.
 
-    ``silent_since_s`` is the clock at which the store fell silent (``None``: it answers);
+    ``silent_since_s`` is the clock at which the store fell silent (``None``: it answers), and
+    ``num_silences`` counts how often it did;
     ``trouble`` is the last unexpected error of the thread, as text.
     """
 
@@ -182,6 +183,7 @@ class Watch:
         self.rank = rank
         self.interval_s = interval_s
         self.silent_since_s: float | None = None
+        self.num_silences = 0
         self.trouble = ""
         self._store = store
         self._name = name
@@ -275,6 +277,7 @@ class Watch:
         """Say once that the store is lost, not at every beat; a rank that leaves does not care."""
         if self.silent_since_s is None:
             self.silent_since_s = self._clock()
+            self.num_silences += 1
             if not leaving:
                 _log.warning("rank %d: %s; steps go on without it", self.rank, error.message)
 

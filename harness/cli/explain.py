@@ -102,10 +102,21 @@ def _failures(data: object) -> Iterator[str]:
         lines = members.get("failures")
         if isinstance(lines, list):
             yield from (str(line) for line in cast("list[Any]", lines))
+        elif members.get("status"):
+            yield from _what_a_soak_says(members)
         return
     if isinstance(data, list):
         for value in cast("list[object]", data):
             yield from _failures(value)
+
+
+def _what_a_soak_says(report: dict[str, Any]) -> Iterator[str]:
+    """Why it failed, and with what story each rank ended."""
+    lines = cast("list[object]", report.get("why") or [])
+    yield from (str(line) for line in lines)
+    for rank in cast("list[dict[str, Any]]", report.get("ranks") or []):
+        story = cast("list[object]", rank.get("story") or [])
+        yield from (f"rank {rank.get('rank')}: {line}" for line in story)
 
 
 def _is_report(data: object) -> bool:

@@ -31,6 +31,8 @@ POLL_S: Final = 0.25
 #: Once one rank has ended in any other way than the rest, the others have so long.
 GRACE_S: Final = 15.0
 SAME_S: Final = 1.5
+#: Of each rank's own story; all of it is in the report.
+STORY_LINES: Final = 20
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,9 +129,12 @@ def finish(
     if report.status and report.incidents:
         print_incidents(report.incidents, console)
     else:
-        for story in {rank.story for rank in report.ranks if rank.story}:
-            for line in story[:20]:
-                say(console, f"    {line}")
+        told: dict[tuple[str, ...], int] = {}
+        for rank in report.ranks:
+            if rank.story and told.setdefault(rank.story, rank.rank) == rank.rank:
+                say(console, f"  rank {rank.rank}:")
+                for line in rank.story[:STORY_LINES]:
+                    say(console, f"    {line}")
     if report.detection_s is not None:
         say(console, f"named after: {report.detection_s:.2f} s")
     if gather.config.unsafe_no_votes and report.verdict == "divergence":

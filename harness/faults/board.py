@@ -93,16 +93,24 @@ class FaultBoard:
                 continue
             if armed.left > 0:
                 armed.left -= 1
-            name = f"{site} {armed.fault.action}"
-            self.struck[name] = self.struck.get(name, 0) + 1
-            if armed.fault.number not in self.entries:
-                self.entries.append(armed.fault.number)
+            self._count(armed.fault)
             return armed.fault
         return None
 
+    @property
+    def is_armed(self) -> bool:
+        """Something may strike; where it is not, nobody need ask."""
+        return bool(self._armed)
+
+    def _count(self, fault: Fault) -> None:
+        name = f"{fault.site} {fault.action}"
+        self.struck[name] = self.struck.get(name, 0) + 1
+        if fault.number not in self.entries:
+            self.entries.append(fault.number)
+
     def plan_part(self, direction: Direction, part: Part) -> PartPlan:
         """The seam of a mover: one node's part of a merged copy is one occasion."""
-        if not self._armed:
+        if not self.is_armed:
             return NO_FAULT
         fault = self.strike(_COPY_SITES[direction])
         match fault.action if fault is not None else "":
@@ -119,7 +127,7 @@ class FaultBoard:
 
     def plan_page(self, site: str, key: bytes) -> PagePlan:
         """The seam of storage workers: one page of a request is one occasion."""
-        if not self._armed:
+        if not self.is_armed:
             return NO_PAGE_FAULT
         fault = self.strike(site)
         match fault.action if fault is not None else "":

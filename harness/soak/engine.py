@@ -15,6 +15,7 @@ from kvpact.cache.hierarchical_cache import StepResult
 from kvpact.cache.memory.content import fill_pages, page_hashes
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.errors import ProgressLost
+from kvpact.consensus.step.progress import MAX_DESCRIBED, describe
 from kvpact.harness.rank.rank import Rank
 from kvpact.harness.rank.sim import Pause, Program
 from kvpact.harness.replay.engine import Engine, Lane, Phase
@@ -108,6 +109,7 @@ class SoakEngine(Engine):
         self._drain_ms = drain_s * 1000
         self._finished_ms = 0
         self._num_finished = 0
+        self._loads_then = (0, 0, 0)
         self._is_draining = False
 
     @property
@@ -130,6 +132,7 @@ class SoakEngine(Engine):
         self.rounds.stop()
         self._is_draining = True
         self._finished_ms = self.now_ms
+        self._loads_then = self._loads
 
     def program(self) -> Program:
         """Requests until :meth:`drain`, then steps until nothing is pending and nothing is left."""
@@ -183,16 +186,16 @@ class SoakEngine(Engine):
             self.drain_steps += 1
             waited_ms = now_ms - self._finished_ms
             if waited_ms > self._drain_ms:
-                left = [repr(intent) for intent in self.cache.core.manager.open_intents[:5]]
                 raise ProgressLost(
                     f"after the load had ended, not everything drained within"
-                    f" {self._drain_ms / 1000:g} s: {self.num_waiting} requests wait,"
-                    f" open: {', '.join(left) or 'nothing'}",
+                    f" {self._drain_ms / 1000:g} s: {self.num_waiting} requests wait",
                     step=self.cache.core.manager.step,
+                    story=self._who_waits(),
                 )
         elif self.totals.requests + self.num_left != self._num_finished:
             self._num_finished = self.totals.requests + self.num_left
             self._finished_ms = now_ms
+            self._loads_then = self._loads
         elif now_ms - self._finished_ms > self._patience_ms:
             manager = self.cache.core.manager
             raise ProgressLost(
@@ -200,7 +203,34 @@ class SoakEngine(Engine):
                 f" {self.num_waiting} wait, {manager.ledger.usable('device')} device pages"
                 " are usable on every rank",
                 step=manager.step,
+                story=self._who_waits(),
             )
+
+    @property
+    def _loads(self) -> tuple[int, int, int]:
+        load = self.cache.core.load_back
+        return load.num_commits, load.num_failed, load.num_aborts
+
+    def _who_waits(self) -> list[str]:
+        """Why nobody gets on, as lines for a person: agreed, but for what has ended here."""
+        core = self.cache.core
+        waiting = [lane for lane in self._lanes if lane.phase is Phase.WAITS]
+        lines = [
+            f"{lane.name}: {lane.phase.value}, {lane.admission.state.value}"
+            for lane in waiting[:MAX_DESCRIBED]
+            if lane.admission is not None
+        ]
+        lines += [f"in line: {name}: {lacks}" for name, lacks in core.waits().items()]
+        lines += [f"open: {line}" for line in describe(core.manager)]
+        commits, failed, aborts = (
+            now - then for now, then in zip(self._loads, self._loads_then, strict=True)
+        )
+        since = "since the load ended" if self._is_draining else "since a request last finished"
+        lines.append(
+            f"loads {since}: {commits} committed, of which {failed} did not arrive whole on every"
+            f" rank, and {aborts} aborted"
+        )
+        return lines
 
     def _forward(self, lane: Lane) -> None:
         is_loading = bool(self.cache.start_loading([lane.name]))

@@ -44,12 +44,30 @@ while time.monotonic() < end and os.getppid() == parent:
 
 
 class SoakBoard(FaultBoard):
-    """A board that can also skew: from then on a drawn share of the copies ends late."""
+    """A board whose faults go on for as long as the soak does, and leave it room to get on.
+
+    What comes again and again strikes a share of the occasions of its site, at most every second
+    one, and does not pile up while there are none. It can also skew: from then on a drawn share
+    of the copies ends late.
+    """
 
     def __init__(self, struck: Callable[[str], None]) -> None:
         super().__init__()
         self._told = struck
         self._skews: dict[str, tuple[FaultLine, random.Random]] = {}
+        self._recurring: dict[str, list[board.Fault]] = {}  # by site, in turn
+        self._spared: set[str] = set()  # sites whose last occasion passed; membership only
+
+    def arm_again(self, fault: board.Fault) -> None:
+        """``fault`` recurs: it is due for ``fault.times`` occasions, unless it is due already."""
+        due = self._recurring.setdefault(fault.site, [])
+        if all(one.number != fault.number for one in due):
+            due += [fault] * fault.times
+
+    @property
+    def is_armed(self) -> bool:
+        """Something may strike."""
+        return super().is_armed or bool(self._recurring)
 
     def skew(self, line: FaultLine, draw: random.Random) -> None:
         """From now on ``line.share`` of the copies of its site end 1 to ``line.steps`` later."""
@@ -59,12 +77,25 @@ class SoakBoard(FaultBoard):
         """Disarm everything."""
         super().heal()
         self._skews.clear()
+        self._recurring.clear()
 
     def strike(self, site: str) -> board.Fault | None:
         """As the board, and tells."""
-        fault = super().strike(site)
+        fault = super().strike(site) or self._strike_again(site)
         if fault is not None:
             self._told(f"{site} {fault.action}")
+        return fault
+
+    def _strike_again(self, site: str) -> board.Fault | None:
+        due = self._recurring.get(site)
+        if not due:
+            return None
+        if site not in self._spared:
+            self._spared.add(site)
+            return None
+        self._spared.remove(site)
+        fault = due.pop(0)
+        self._count(fault)
         return fault
 
     def plan_part(self, direction: Direction, part: Part) -> PartPlan:
@@ -157,9 +188,9 @@ class ProcessFaults:
             self._heal_rank()
         if self._is_over:
             return
-        for schedule in self._schedules:
+        for number, schedule in enumerate(self._schedules, 1):
             if schedule.is_due(step):
-                self._carry_out(schedule.line, schedule.draw, tiers)
+                self._carry_out(number, schedule.line, schedule.draw, tiers)
 
     def heal(self) -> None:
         """Faults are over: disarm, end what hangs, call off what is planned."""
@@ -182,7 +213,9 @@ class ProcessFaults:
         if name in self._hang_s and not self._release_at_s:
             self._release_at_s.append(self._clock_s() + self._hang_s[name])
 
-    def _carry_out(self, line: FaultLine, draw: random.Random, tiers: Tiers | None) -> None:
+    def _carry_out(
+        self, number: int, line: FaultLine, draw: random.Random, tiers: Tiers | None
+    ) -> None:
         match line.site:
             case "scheduler":
                 self._disturb(line, tiers)
@@ -193,16 +226,18 @@ class ProcessFaults:
             case "network":
                 self._harm_network(line)
             case site:
-                self.board.arm(
-                    Fault(
-                        number=0,
-                        rank=self._rank,
-                        site=site,
-                        action=line.action,
-                        times=line.times,
-                        steps=line.steps,
-                    )
+                fault = Fault(
+                    number=number,
+                    rank=self._rank,
+                    site=site,
+                    action=line.action,
+                    times=line.times,
+                    steps=line.steps,
                 )
+                if line.every_steps is None or line.times < 0:
+                    self.board.arm(fault)
+                else:
+                    self.board.arm_again(fault)
 
     def _disturb(self, line: FaultLine, tiers: Tiers | None) -> None:
         if line.action == "slow":
