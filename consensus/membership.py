@@ -23,6 +23,7 @@ from kvpact.consensus.epoch.closing import Introduction, LastSeen, Locator, agre
 from kvpact.consensus.step.sentinel import Sentinel
 from kvpact.consensus.step.step import Stepper
 from kvpact.consensus.step.wait import PAUSED, StepLimits
+from kvpact.consensus.transport.calls import Calls
 from kvpact.consensus.transport.door import Doorway
 from kvpact.consensus.transport.envelope import SignedStore, decode, scope_of, secret_of_run
 from kvpact.consensus.transport.gloo import GlooGroup, Group
@@ -191,9 +192,12 @@ class Membership:
             key = secrets.token_hex(8)
             reach = undo.enter_context(Reach(rank, key, host, port))
             hello = msgspec.msgpack.encode(_Hello(introduction, reach.where))
+            calls = Calls(store, name, rank, scope)
+            undo.callback(calls.hide)
             doorway = Doorway(
-                signed, name, rank, members, hello, timeout_s=start_timeout_s, scope=scope
-            )
+                signed, name, rank, members, hello,
+                timeout_s=start_timeout_s, scope=scope, calls=calls,
+            )  # fmt: skip
             try:
                 agreed = _meet(doorway, reach)
                 prefix = f"{scope}/{doorway.run}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import pytest
 
 from kvpact.cache.config import CacheConfig
 from kvpact.cache.join import join_cache
-from kvpact.consensus.core.errors import StoreForged
+from kvpact.consensus.core.errors import RankStalled, StoreForged
 from kvpact.consensus.epoch.report import Report, Seal
+from kvpact.consensus.transport.calls import Calls
 from kvpact.consensus.transport.envelope import SignedStore, decode, scope_of
 from kvpact.consensus.transport.gloo import connect_tcp_store, serve_tcp_store
 from kvpact.consensus.transport.store import MemoryStore
-from kvpact.harness.rank.launch import Launch, RankContext
+from kvpact.harness.rank.launch import Launch, RankContext, launch
 
 
 def pair() -> tuple[MemoryStore, SignedStore]:
@@ -153,6 +155,48 @@ def test_a_stranger_at_the_store_is_named_the_same_on_all_ranks() -> None:
     for said, values in zip(first.result, CASES.values(), strict=True):
         assert "in the store was not written by this run" in said
         assert any(key in said for key in values), said
+
+
+def join_with(context: RankContext, secret: str) -> str:
+    """What a rank raises that brings its own secret."""
+    os.environ["KVPACT_SECRET"] = secret
+    config = CacheConfig(page_size=4, device_pages=8, host_pages=8)
+    try:
+        join_cache(
+            config, "127.0.0.1", context.store_port, name="r", rank=context.rank, ranks=range(2),
+            start_timeout_s=2.0,
+        )  # fmt: skip
+    except RankStalled as error:
+        return error.message
+    return "it joined"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("secrets", [["one", "two"], ["", "two"]])
+def test_a_rank_with_another_secret_is_told_so(secrets: list[str]) -> None:
+    told = [one.result for one in launch(f"{__name__}:join_with", 2, secrets).ranks]
+    for rank, other in enumerate((1, 0)):
+        assert told[rank] is not None
+        assert f"ranks [{other}] have not introduced themselves" in told[rank]
+        assert f"but ranks [{other}] call with another KVPACT_SECRET" in told[rank]
+        assert "give KVPACT_SECRET one value on all ranks" in told[rank]
+
+
+def test_a_note_that_a_dead_process_left_says_nothing() -> None:
+    store = MemoryStore()
+    Calls(store, "r", 1, "r.of an older run").show()
+    ours = Calls(store, "r", 0, "r.ours")
+    for _ in range(5):
+        ours.show()
+        ours.look(range(2))
+    assert not ours.strangers
+    theirs = Calls(store, "r", 1, "r.theirs")
+    for _ in range(2):
+        theirs.show()
+        ours.look(range(2))
+    assert ours.strangers == {1}
+    theirs.hide()
+    assert store.get("r/calls/1") is None
 
 
 def test_the_store_listens_on_loopback_only() -> None:

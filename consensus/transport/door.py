@@ -32,7 +32,8 @@ from kvpact.consensus.core.errors import (
     StoreForged,
     StoreSilent,
 )
-from kvpact.consensus.transport.envelope import decode
+from kvpact.consensus.transport.calls import Calls
+from kvpact.consensus.transport.envelope import SECRET_VARIABLE, decode
 from kvpact.consensus.transport.store import Store
 from kvpact.consensus.transport.watch import Life, machine, process_life, process_start
 
@@ -46,6 +47,8 @@ BEAT_S = 0.25
 LOOK_S = 8 * BEAT_S
 
 _BEFORE_CHARS = 300
+#: Of so many ranks it is seen whether they call with another secret: of more it is told by these.
+_LOOKED_AT = 16
 _READY = "ready"
 _OPEN, _IN, _OVER, _FAILED = "open", "in", "over", "failed"
 _KINDS = {
@@ -140,7 +143,8 @@ def patiently(call: Callable[[], T], end_s: float) -> T:
 class Doorway:
     """One process at the door of replica ``name``: it comes in with the others by ``end_s``.
 
-    ``hello`` is what it has to say to the others. ``scope`` is where its keys stand.
+    ``hello`` is what it has to say to the others. ``scope`` is where its keys stand, and ``calls``
+    tells who stands before the door of another secret.
     """
 
     def __init__(
@@ -153,11 +157,13 @@ class Doorway:
         *,
         timeout_s: float,
         scope: str = "",
+        calls: Calls | None = None,
     ) -> None:
         self.me = Caller.here(rank)
         self.run = 0
         self._name = name
         self._scope = scope or name
+        self._calls = calls
         self._ranks = tuple(ranks)
         self._hello = hello
         self._timeout_s = timeout_s
@@ -197,6 +203,8 @@ class Doorway:
         self.meet(_IN)
         self._store.delete(self._key("hello", self.me.key))
         self._store.delete(self._key("beat", self.me.key))
+        if self._calls is not None:
+            self._calls.hide()
 
     def look_out(self) -> None:
         """Raise what another rank failed with meanwhile, and name one whose process has ended."""
@@ -329,16 +337,24 @@ class Doorway:
             door = self._look()
             missing = [rank for rank in self._ranks if rank not in door.callers]
             told = f"ranks {missing} have not introduced themselves"
+            if strangers := self._strangers(missing):
+                told += f", but ranks {strangers} call with another {SECRET_VARIABLE}"
             if not missing:
                 came = min(door.passed.values(), key=len, default=())
                 missing = [rank for rank in self._ranks if rank not in came]
                 told = f"ranks {missing} came, and have not answered since"
             text = f"{told} to replica '{self._name}' within {self._timeout_s:g} s"
+            if strangers:
+                text += f": give {SECRET_VARIABLE} one value on all ranks"
             if door.before:
                 text += f" (the start before this one failed: {door.before})"
             raise self.fail(RankStalled(text, ranks=missing, phase="start"))
         self._show()
         time.sleep(POLL_S)
+
+    def _strangers(self, missing: Sequence[int]) -> list[int]:
+        """Those of ``missing`` that stand before the door of another secret."""
+        return sorted(self._calls.strangers & {*missing}) if self._calls is not None else []
 
     # -- who lives -----------------------------------------------------------------------------
 
@@ -350,6 +366,9 @@ class Doorway:
         self._num_beats += 1
         self._beat_at = time.monotonic()
         self._store.set(self._key("beat", self.me.key), b"%d" % self._num_beats)
+        if self._calls is not None:
+            self._calls.show()
+            self._calls.look(self._ranks[:_LOOKED_AT])
 
     def _lives(self, callers: Sequence[Caller]) -> bool:
         """Whether any of these, who wait at the door, lives."""
