@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import socket
@@ -247,6 +248,91 @@ def test_a_stopped_host_is_silent_within_the_bound_and_comes_back() -> None:
         for _ in range(MAX_LINES + 1):
             _silent_within(lambda: tcp.get("a"), address, 5.0)
         tcp.close()
+
+
+CALLS: dict[str, Callable[[TcpStore], object]] = {
+    "get": lambda tcp: tcp.get("a"),
+    "set": lambda tcp: tcp.set("a", b"2"),
+    "compare_set": lambda tcp: tcp.compare_set("a", b"1", b"2"),
+    "delete": lambda tcp: tcp.delete("a"),
+}
+
+
+def ready(port: int) -> dict[str, TcpStore]:
+    """A client for each call, with one connection that is open and idle."""
+    clients = {name: TcpStore("127.0.0.1", port, call_timeout_s=0.3) for name in CALLS}
+    for client in clients.values():
+        client.set("a", b"1")
+    return clients
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_each_call_on_an_open_connection_finds_its_host_silent(how: signal.Signals) -> None:
+    with Launch(f"{__name__}:serve", 1, grace_s=0.1, serve_store=False) as host:
+        number: int = host.receive(0, 90.0)
+        clients = ready(number)
+        host.signal(0, how)
+        for name, client in clients.items():
+            _silent_within(lambda: CALLS[name](client), f"127.0.0.1:{number}", 5.0)  # noqa: B023
+            client.close()
+
+
+class Link:
+    """A TCP link to ``port`` that can be cut: both hosts live, and hear nothing of it at first."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._open: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._open += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=_pass_on, args=(source, sink), daemon=True).start()
+
+    def cut(self) -> None:
+        """End all connections; new ones may be made."""
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        """Take no new connection either."""
+        self._server.close()
+        self.cut()
+
+
+def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+
+
+def test_each_call_on_a_connection_that_was_cut_says_so_and_writes_nothing(port: int) -> None:
+    """The first write into a cut connection succeeds for the kernel; it is not done for us."""
+    there = TcpStore("127.0.0.1", port)
+    for name, call in CALLS.items():
+        link = Link(port)
+        client = TcpStore("127.0.0.1", link.port, call_timeout_s=0.5)
+        client.set("a", b"1")
+        link.cut()
+        _silent_within(lambda: call(client), f"127.0.0.1:{link.port}", 5.0)  # noqa: B023
+        assert there.get("a") == b"1", name
+        call(client)  # on a new connection
+        assert there.get("a") == {"get": b"1", "delete": None}.get(name, b"2")
+        client.close()
+        link.close()
+    there.delete("a")
+    there.close()
 
 
 def test_a_host_that_is_not_there_is_named() -> None:
