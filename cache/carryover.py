@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from kvpact.cache.core import CacheCore
-from kvpact.cache.memory.content import page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.status import pools_of
 from kvpact.cache.tree.node import Node, Residency, Tier, Tokens
 from kvpact.consensus.core.ballot import MASK62

@@ -22,7 +22,7 @@ from kvpact.cache.hierarchical_cache import (
     StepResult,
     schema_of,
 )
-from kvpact.cache.memory.content import expected_page, fill_pages, page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.memory.shape import KVShape
 from kvpact.cache.requests.ticket import Ticket, TicketState
@@ -38,6 +38,7 @@ from kvpact.harness.rank.rank import Rank
 from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet
 from kvpact.harness.scenario.model import Fault
 from kvpact.harness.verify.agreement import Snapshot, compare, snapshot
+from kvpact.harness.verify.content import expected_page, fill_pages
 from kvpact.harness.verify.promises import broken_promises
 
 PAGE_SIZE = 4

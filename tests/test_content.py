@@ -8,17 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvpact.cache.memory.content import (
-    expected_page,
-    fill,
-    fill_pages,
-    matches,
-    matches_pages,
-    page_hashes,
-)
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.memory.shape import KVShape
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.consensus.core.errors import Misuse
+from kvpact.harness.verify.content import expected_page, fill_pages, matches_pages
 
 SMALLEST = KVShape(1, 1, 1, "float16")  # with 4 tokens a page: 8 bytes in a plane
 SHAPES = [
@@ -29,59 +23,6 @@ SHAPES = [
     (KVShape(2, 3, 1, "float32"), 3),  # 36 bytes in a plane: half a word too many
 ]
 HASHES = st.integers(0, 2**64 - 1)
-
-
-def tokens(*ids: int) -> NDArray[np.int32]:
-    return np.array(ids, dtype=np.int32)
-
-
-# ---------------------------------------------------------------------------------- hashes
-
-
-def test_hashes_are_chained_over_whole_pages():
-    base = page_hashes(tokens(*range(12)), 4)
-    assert len(base) == len(set(base)) == 3
-    assert page_hashes(tokens(*range(15)), 4) == base, "a part of a page has no hash"
-    assert page_hashes(tokens(), 4) == []
-    changed = page_hashes(tokens(0, 1, 2, 9, *range(4, 12)), 4)
-    assert all(ours != theirs for ours, theirs in zip(base, changed, strict=True))
-    later = page_hashes(tokens(*range(8), 8, 9, 10, 12), 4)
-    assert later[:2] == base[:2]
-    assert later[2] != base[2]
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=24), st.integers(0, 6))
-def test_a_chain_can_be_computed_piece_by_piece(ids: list[int], cut: int):
-    page_size = 4
-    whole = page_hashes(tokens(*ids), page_size, namespace="tenant")
-    head = page_hashes(tokens(*ids[: cut * page_size]), page_size, namespace="tenant")
-    if head:
-        tail = page_hashes(tokens(*ids[cut * page_size :]), page_size, previous=head[-1])
-        assert head + tail == whole
-
-
-def test_namespaces_share_nothing():
-    ids = tokens(*range(8))
-    found = [page_hashes(ids, 4, namespace=name) for name in ("", "a", "b")]
-    assert len({value for hashes in found for value in hashes}) == 6
-    with pytest.raises(Misuse, match="a namespace starts a chain"):
-        page_hashes(ids, 4, previous=1, namespace="a")
-
-
-def test_hashes_are_the_same_in_every_process_and_memory_layout():
-    ids = np.arange(16, dtype=np.int32)
-    # Written down once: stored pages outlive the process that named them.
-    assert page_hashes(ids[:8], 4) == [11660027832386793900, 2615516339191896381]
-    assert page_hashes(np.repeat(ids, 2)[::2], 4) == page_hashes(ids, 4)
-    assert page_hashes(ids.astype(">i4"), 4) == page_hashes(ids, 4)
-
-
-def test_tokens_must_be_one_row():
-    with pytest.raises(Misuse, match="tokens must be 1-D"):
-        page_hashes(np.zeros((2, 4), dtype=np.int32), 4)
-
-
-# -------------------------------------------------------------------------------- contents
 
 
 @pytest.mark.parametrize("shape, page_size", SHAPES)
@@ -100,28 +41,30 @@ def test_filled_pages_match_and_nothing_else_does(shape: KVShape, page_size: int
 @pytest.mark.parametrize("shape, page_size", SHAPES)
 def test_every_byte_counts(shape: KVShape, page_size: int):
     tensors = KVTensors(shape, 2, page_size)
-    fill(tensors, 1, 12345, 0)
+    fill_pages(tensors, [1], [12345], 0)
     good = tensors.read_page(1)
     stride = max(1, len(good) // 64)
     for place in {*range(0, len(good), stride), len(good) - 1}:
         bad = bytearray(good)
         bad[place] ^= 0x10
         tensors.write_page(1, bad)
-        assert not matches(tensors, 1, 12345, 0), f"byte {place} of {len(good)}"
+        assert not matches_pages(tensors, [1], [12345], 0)[0], f"byte {place} of {len(good)}"
     tensors.write_page(1, good)
-    assert matches(tensors, 1, 12345, 0)
+    assert matches_pages(tensors, [1], [12345], 0)[0]
 
 
 def test_layers_and_k_and_v_cannot_be_swapped():
     shape = KVShape(3, 1, 2, "float16")
     tensors = KVTensors(shape, 1, 4)
-    fill(tensors, 0, 99, 0)
+    fill_pages(tensors, [0], [99], 0)
     filled = tensors.words.clone()
     for one in range(6):
         for two in range(one):
             tensors.words.copy_(filled)
             tensors.words[[one, two]] = tensors.words[[two, one]]
-            assert not matches(tensors, 0, 99, 0), f"planes {one} and {two} were swapped"
+            assert not matches_pages(tensors, [0], [99], 0)[0], (
+                f"planes {one} and {two} were swapped"
+            )
 
 
 @given(HASHES, HASHES, st.integers(0, 63), st.integers(0, 63))
@@ -143,7 +86,7 @@ def test_a_batch_is_the_same_as_one_by_one(hashes: list[int], rank: int):
     pages = list(range(len(hashes)))[::-1]
     fill_pages(together, pages, hashes, rank)
     for page_index, page_hash in zip(pages, hashes, strict=True):
-        fill(single, page_index, page_hash, rank)
+        fill_pages(single, [page_index], [page_hash], rank)
         assert single.read_page(page_index) == expected_page(shape, 1, page_hash, rank)
     assert together.same_pages(pages, single, pages) == [True] * len(pages)
 

@@ -7,11 +7,11 @@ import pytest
 from kvpact.cache.copies.copier import Copier
 from kvpact.cache.copies.cpu import DeferredMover
 from kvpact.cache.copies.mover import Direction, Part, PartPlan
-from kvpact.cache.memory.content import fill_pages, matches_pages
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.shape import KVShape
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.cache.tree.node import Tier
+from kvpact.harness.verify.content import fill_pages, matches_pages
 
 SHAPE = KVShape(layers=2, heads=1, dim=2)
 

@@ -11,11 +11,11 @@ import torch
 
 from kvpact.cache.copies.cpu import Direction, Ending, Part, PartPlan
 from kvpact.cache.copies.cuda import MAX_LAUNCHES, CudaMover
-from kvpact.cache.memory.content import fill_pages, matches_pages
 from kvpact.cache.memory.engine_tensors import host_pages_for
 from kvpact.cache.memory.shape import KVShape
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.harness.rank.layouts import LAYOUTS, Layout
+from kvpact.harness.verify.content import fill_pages, matches_pages
 
 SHAPE = KVShape(layers=3, heads=2, dim=4)
 TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE

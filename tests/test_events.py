@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvpact.cache.memory.content import page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.tree.events import CacheEvent, EventLog
 from kvpact.cache.tree.node import STORAGE, Tier
 from tests.cache_world import PAGE_SIZE, World, prompt

@@ -187,7 +187,6 @@ def test_a_page_that_is_delayed_holds_its_request_only(make: Make) -> None:
     assert workers.submit(put(1, 1, 2, 3))
     assert workers.submit(put(2, 4))
     assert [ending.ticket for ending in ended(workers)] == [2]
-    assert workers.peek(1) == 1
     assert workers.backend.exists([key_of(n) for n in (1, 2, 3)]) == [True, False, True]
     assert ended(workers) == []
     assert ended(workers) == [StorageEnding(1, Kind.PUT, (True,) * 3)]

@@ -26,11 +26,11 @@ from kvpact.cache.copies.cpu import (
 from kvpact.cache.copies.cuda import CudaMover
 from kvpact.cache.copies.mover import MAX_PARTS
 from kvpact.cache.copies.pages import HostCopier
-from kvpact.cache.memory.content import fill_pages, matches_pages
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.shape import KVShape
 from kvpact.cache.memory.tensors import KVTensors
 from kvpact.consensus.core.errors import InternalError, Misuse, ResourceError
+from kvpact.harness.verify.content import fill_pages, matches_pages
 
 SHAPE = KVShape(layers=2, heads=1, dim=2)
 NUM_PAGES = 24

@@ -147,10 +147,6 @@ class Workers(Protocol):
         """Return the endings since the last call, in the order of submission. Never blocks."""
         ...
 
-    def peek(self, ticket: int) -> int:
-        """Leading pages of an open request that have gone well so far."""
-        ...
-
     def abandon(self, ticket: int) -> StorageEnding:
         """End a request here and now with the pages that have ended; the others count as failed.
 
@@ -203,14 +199,6 @@ class Open:
         why = self.why or ("abandoned" if self.left else "")
         found = tuple(bool(one) for one in self.found)
         return StorageEnding(self.request.ticket, self.request.kind, found, tuple(self.pages), why)
-
-    @property
-    def leading(self) -> int:
-        """Leading pages that have gone well so far."""
-        for index, one in enumerate(self.found):
-            if not one:
-                return index
-        return len(self.found)
 
 
 class _Withheld:
@@ -278,11 +266,6 @@ class WorkersBase:
         for opened in ended:
             del self._open[opened.request.ticket]
         return [opened.ending() for opened in ended]
-
-    def peek(self, ticket: int) -> int:
-        """See `Workers`."""
-        self._drain()
-        return self._require_open(ticket).leading
 
     def abandon(self, ticket: int) -> StorageEnding:
         """See `Workers`."""

@@ -1,7 +1,7 @@
 """Threads that carry out storage requests, and their stand-in for simulation.
 
 A thread takes a request, calls the backend and appends the answer to a mailbox; it touches nothing
-else. Only the caller's thread reads the mailbox, in `collect`, `peek` and `abandon`; and what it
+else. Only the caller's thread reads the mailbox, in `collect` and `abandon`; and what it
 reads there is a local fact, which enters decisions through the ballot alone.
 
 A call that outlives ``call_timeout_s`` is given up: its requests end as failed, its thread is
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 CALL_PAGES = 32
-"""Pages of one call: so much of a get can be seen by `peek`, so many puts share a segment."""
+"""Pages of one call: a larger request is cut, and so many puts share a segment."""
 
 
 class DeferredWorkers(WorkersBase):

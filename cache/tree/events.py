@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 
-from kvpact.cache.memory.content import page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.tree.node import Node
 
 __all__ = ["CacheEvent", "EventLog"]

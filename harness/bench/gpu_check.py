@@ -22,11 +22,11 @@ import torch
 from kvpact.cache.config import CacheConfig
 from kvpact.cache.copies.mover import Direction, Part
 from kvpact.cache.join import make_mover, make_tensors
-from kvpact.cache.memory.content import fill_pages, matches_pages
 from kvpact.cache.memory.shape import KVShape
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.transport.gloo import NcclGroup, open_tcp_store, serve_tcp_store
 from kvpact.harness.drive.report import read_report
+from kvpact.harness.verify.content import fill_pages, matches_pages
 
 __all__ = ["main"]
 

@@ -10,7 +10,6 @@ from kvpact.cache.copies.side_pools import SidePool
 from kvpact.cache.copies.storage_io import StorageIo
 from kvpact.cache.hierarchical_cache import HierarchicalCache
 from kvpact.cache.join import make_tensors, tiers_of
-from kvpact.cache.memory.content import fill_pages
 from kvpact.cache.memory.page_pool import PagePool
 from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.memory.tensors import KVTensors
@@ -24,6 +23,7 @@ from kvpact.consensus.transport.gloo import Group
 from kvpact.consensus.transport.store import Store
 from kvpact.harness.rank.layouts import LAYOUTS
 from kvpact.harness.verify.agreement import by_weights, hashes_of, wrong_bytes
+from kvpact.harness.verify.content import fill_pages
 
 __all__ = ["MakeMover", "Rank", "identity_of"]
 

@@ -16,13 +16,14 @@ import msgspec
 import numpy as np
 
 from kvpact.cache.hierarchical_cache import StepResult
-from kvpact.cache.memory.content import fill_pages, matches_pages, page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.tree.node import Tier, Tokens
 from kvpact.consensus.core.errors import InternalError
 from kvpact.harness.rank.rank import Rank
 from kvpact.harness.rank.sim import Pause, Program
-from kvpact.harness.trace.mooncake import BLOCK_TOKENS, TraceRequest, prompt_tokens
+from kvpact.harness.trace.mooncake import TraceRequest, prompt_tokens
+from kvpact.harness.verify.content import fill_pages, matches_pages
 
 __all__ = ["Engine", "Totals"]
 
@@ -113,7 +114,6 @@ class Engine:
         self._next = 0
         self._lanes = [Lane() for _ in range(lanes)]
         self._page_size = rank.cache.config.page_size
-        self._pages_per_block = BLOCK_TOKENS // self._page_size
         self._settle_copies = settle_copies
         self._after_step = after_step
         self._iteration = 0

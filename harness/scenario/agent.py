@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpact.cache.hierarchical_cache import Match, StepResult
-from kvpact.cache.memory.content import page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.tree.node import Residency, Tier, Tokens
 from kvpact.consensus.core.errors import InternalError, KvpactError, Misuse

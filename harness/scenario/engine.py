@@ -12,12 +12,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpact.cache.memory.content import fill_pages, matches_pages, page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.requests.ticket import Ticket, TicketState
 from kvpact.cache.tree.node import Tier
 from kvpact.harness.rank.rank import Rank
 from kvpact.harness.scenario.model import Admit, expand
 from kvpact.harness.verify.agreement import by_weights
+from kvpact.harness.verify.content import fill_pages, matches_pages
 
 __all__ = ["Engine"]
 

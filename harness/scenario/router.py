@@ -13,13 +13,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvpact.cache.memory.content import expected_bytes, page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.storage import BackendBase
 from kvpact.cache.storage.keys import PageKeys
 from kvpact.cache.tree.events import CacheEvent
 from kvpact.cache.tree.node import Node, Tier
 from kvpact.harness.rank.rank import Rank
 from kvpact.harness.verify.agreement import by_weights, hashes_of
+from kvpact.harness.verify.content import expected_bytes
 
 __all__ = ["Listener"]
 

@@ -12,7 +12,7 @@ from typing import Final, overload
 import msgspec
 
 from kvpact.cache.hierarchical_cache import StepResult
-from kvpact.cache.memory.content import fill_pages, page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.tree.node import Tier
 from kvpact.consensus.core.errors import ProgressLost
 from kvpact.consensus.step.progress import MAX_DESCRIBED, describe
@@ -20,6 +20,7 @@ from kvpact.harness.rank.rank import Rank
 from kvpact.harness.rank.sim import Pause, Program
 from kvpact.harness.replay.engine import Engine, Lane, Phase
 from kvpact.harness.trace.mooncake import TraceRequest
+from kvpact.harness.verify.content import fill_pages
 
 __all__ = ["Rounds", "SoakEngine"]
 

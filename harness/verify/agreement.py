@@ -12,9 +12,10 @@ import msgspec
 import xxhash
 
 from kvpact.cache.hierarchical_cache import HierarchicalCache
-from kvpact.cache.memory.content import matches_pages, page_hashes
+from kvpact.cache.memory.hashes import page_hashes
 from kvpact.cache.memory.paged import PagedMemory
 from kvpact.cache.tree.node import Node, Residency, Tier
+from kvpact.harness.verify.content import matches_pages
 
 __all__ = ["Snapshot", "compare", "hashes_of", "snapshot", "tree_lines", "wrong_bytes"]
 

@@ -1,8 +1,8 @@
 """The content that a page must have, computed from its prefix, so that any copy can be checked.
 
-A page's *hash* is chained over the pages of its prefix: it names the tokens up to and including
-the page, and the namespace. The bytes of a page follow from (hash, rank, K or V, layer, place),
-so a page that holds another prefix's, another rank's, another layer's bytes does not match.
+The bytes of a page follow from (hash, rank, K or V, layer, place), where the hash is that of
+`kvpact.cache.memory.hashes`; so a page that holds another prefix's, another rank's, another
+layer's bytes does not match.
 
 The pattern is an arithmetic sequence of 64-bit words over the page, plane after plane::
 
@@ -19,7 +19,6 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from kvpact.cache.memory.paged import PageBytes, PagedMemory
@@ -29,42 +28,14 @@ from kvpact.consensus.core.errors import Misuse
 __all__ = [
     "expected_bytes",
     "expected_page",
-    "fill",
     "fill_pages",
-    "matches",
     "matches_pages",
-    "page_hashes",
 ]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _RANK_STEP = 0xD1B54A32D192ED03
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
-def page_hashes(
-    tokens: NDArray[np.int32], page_size: int, previous: int = 0, namespace: str = ""
-) -> list[int]:
-    """The chained 64-bit hash of every whole page of ``tokens`` (1-D, int32).
-
-    ``previous`` is the hash of the page before ``tokens[0]`` (0: they start the prompt), so a
-    chain may be computed piece by piece. ``namespace`` keeps tenants apart; it belongs to the
-    start of the prompt and is `Misuse` together with ``previous``. Tokens beyond the last whole
-    page are left out.
-    """
-    if namespace:
-        if previous:
-            raise Misuse("a namespace starts a chain of hashes: it cannot follow `previous`")
-        previous = xxhash.xxh3_64_intdigest(namespace.encode())
-    if tokens.ndim != 1 or page_size < 1:
-        raise Misuse(f"tokens must be 1-D and page_size >= 1, not {tokens.shape}, {page_size}")
-    data = memoryview(tokens.astype("<i4").tobytes())
-    stride = 4 * page_size
-    hashes: list[int] = []
-    for start in range(0, len(tokens) // page_size * stride, stride):
-        previous = xxhash.xxh3_64_intdigest(data[start : start + stride], previous)
-        hashes.append(previous)
-    return hashes
 
 
 def fill_pages(
@@ -88,16 +59,6 @@ def matches_pages(
         return []
     equal = tensors.gather(pages) == _pattern(tensors.bytes_per_page, hashes, rank)
     return [bool(value) for value in equal.all(axis=1)]
-
-
-def fill(tensors: PagedMemory, page_index: int, page_hash: int, rank: int) -> None:
-    """`fill_pages` for one page."""
-    fill_pages(tensors, [page_index], [page_hash], rank)
-
-
-def matches(tensors: PagedMemory, page_index: int, page_hash: int, rank: int) -> bool:
-    """`matches_pages` for one page."""
-    return matches_pages(tensors, [page_index], [page_hash], rank)[0]
 
 
 def expected_page(shape: KVShape, page_size: int, page_hash: int, rank: int) -> bytes:
