@@ -32,10 +32,10 @@ from kvpact.cache.tree.events import CacheEvent
 from kvpact.cache.tree.node import Node, Tier, Tokens
 from kvpact.consensus.core.errors import KvpactError
 from kvpact.consensus.core.journal import Journal
-from kvpact.consensus.transport.store import MemoryStore
 from kvpact.harness.faults.board import FaultBoard, FaultyPool
 from kvpact.harness.rank.rank import Rank
 from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet
+from kvpact.harness.rank.store import MemoryStore
 from kvpact.harness.scenario.model import Fault
 from kvpact.harness.verify.agreement import Snapshot, compare, snapshot
 from kvpact.harness.verify.content import expected_page, fill_pages

@@ -23,7 +23,7 @@ from kvpact.consensus.epoch.closing import Introduction, Opener
 from kvpact.consensus.epoch.report import Policy, Report, Seal
 from kvpact.consensus.step.step import PAUSED, Stepper
 from kvpact.consensus.transport.gloo import Group
-from kvpact.consensus.transport.store import MemoryStore
+from kvpact.harness.rank.store import MemoryStore
 from tests.foreign import Engine, Owner, make_manager, only
 from tests.test_step import DEADLINE_S, GRACE_S, LAGS, LIMITS, TICK_S, Call, Link, Net, one_error
 

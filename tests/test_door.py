@@ -15,8 +15,8 @@ import pytest
 from kvpact.consensus.core.errors import KvpactError, Misuse, PeerLost, RankStalled, StoreSilent
 from kvpact.consensus.transport import door as door_module
 from kvpact.consensus.transport.door import Caller, Door, Doorway, PatientStore
-from kvpact.consensus.transport.store import MemoryStore
 from kvpact.consensus.transport.watch import machine
+from kvpact.harness.rank.store import MemoryStore
 
 
 def doorway(store: MemoryStore, rank: int, ranks: Any = (0, 1), limit_s: float = 20.0) -> Doorway:

@@ -17,8 +17,8 @@ from kvpact.consensus.epoch.report import Report, Seal
 from kvpact.consensus.transport.calls import Calls
 from kvpact.consensus.transport.envelope import SignedStore, decode, scope_of
 from kvpact.consensus.transport.gloo import connect_tcp_store, serve_tcp_store
-from kvpact.consensus.transport.store import MemoryStore
 from kvpact.harness.rank.launch import Launch, RankContext, launch
+from kvpact.harness.rank.store import MemoryStore
 
 
 def pair() -> tuple[MemoryStore, SignedStore]:

@@ -22,7 +22,7 @@ from kvpact.consensus.core.errors import (
 from kvpact.consensus.core.journal import Entry
 from kvpact.consensus.epoch.closing import Closer, Introduction, agree, judge
 from kvpact.consensus.epoch.report import LastSeen, Report, Seal, SealedError
-from kvpact.consensus.transport.store import MemoryStore
+from kvpact.harness.rank.store import MemoryStore
 
 COMMON = Header(schema=1, epoch=2, step=7, iteration=70, round=0, fingerprint=99, live=5)
 EPOCH = 2

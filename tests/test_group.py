@@ -43,9 +43,10 @@ from kvpact.consensus.transport.gloo import (
     open_tcp_store,
     serve_tcp_store,
 )
-from kvpact.consensus.transport.store import MemoryStore, NamedStore, Store, TcpStore
+from kvpact.consensus.transport.store import NamedStore, Store, TcpStore
 from kvpact.harness.rank.launch import Launch, RankContext
 from kvpact.harness.rank.sim import SimClock, SimGroup, SimNet
+from kvpact.harness.rank.store import MemoryStore
 from tests.closing_ranks import Nothing
 from tests.foreign import Engine, Owner, make_manager
 

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.metrics import CacheMetrics, metrics
-from kvpact.consensus.transport.store import MemoryStore
 from kvpact.consensus.transport.watch import Watch
+from kvpact.harness.rank.store import MemoryStore
 from tests.cache_world import PAGE_SIZE, World
 
 

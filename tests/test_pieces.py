@@ -18,7 +18,8 @@ from kvpact.consensus.transport.pieces import (
     remove_pieces,
     write_pieces,
 )
-from kvpact.consensus.transport.store import MAX_VALUE_BYTES, MemoryStore
+from kvpact.consensus.transport.store import MAX_VALUE_BYTES
+from kvpact.harness.rank.store import MemoryStore
 from tests.test_seal import Nobody
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvpact.consensus.epoch.closing import Closer
 from kvpact.consensus.epoch.report import LastSeen, Report, Seal
-from kvpact.consensus.transport.store import MemoryStore
+from kvpact.harness.rank.store import MemoryStore
 
 
 class Nobody:

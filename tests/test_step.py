@@ -27,7 +27,7 @@ from kvpact.consensus.core.errors import (
 from kvpact.consensus.core.participant import Intent, Outcome
 from kvpact.consensus.epoch.report import LastSeen, Seal
 from kvpact.consensus.step.step import StepLimits, Stepper
-from kvpact.consensus.transport.store import MemoryStore
+from kvpact.harness.rank.store import MemoryStore
 from tests.foreign import Engine, Owner, make_manager, only
 
 TICK_S = 0.01

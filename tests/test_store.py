@@ -26,14 +26,9 @@ from kvpact.consensus.transport.gloo import (
     serve_tcp_store,
 )
 from kvpact.consensus.transport.rendezvous import announce
-from kvpact.consensus.transport.store import (
-    MAX_LINES,
-    MAX_VALUE_BYTES,
-    MemoryStore,
-    Store,
-    TcpStore,
-)
+from kvpact.consensus.transport.store import MAX_LINES, MAX_VALUE_BYTES, Store, TcpStore
 from kvpact.harness.rank.launch import Launch, RankContext
+from kvpact.harness.rank.store import MemoryStore
 
 _TEXT = b"\x00\xff any bytes"
 

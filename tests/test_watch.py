@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from kvpact.consensus.core.errors import Misuse, StoreSilent
-from kvpact.consensus.transport.store import MemoryStore, Store, TcpStore
+from kvpact.consensus.transport.store import Store, TcpStore
 from kvpact.consensus.transport.watch import LEFT, Life, Position, Watch, process_life
 from kvpact.harness.rank.launch import Launch, RankContext
+from kvpact.harness.rank.store import MemoryStore
 
 
 class _Clock:

@@ -16,7 +16,15 @@ from kvpact.consensus.core.errors import Misuse, StoreForged, StoreSilent
 from kvpact.consensus.transport.bounded import inside
 from kvpact.consensus.transport.gloo import RawStore, connect_tcp_store, open_tcp_store
 
-__all__ = ["MAX_VALUE_BYTES", "MemoryStore", "NamedStore", "Store", "TcpStore"]
+__all__ = [
+    "MAX_VALUE_BYTES",
+    "NamedStore",
+    "Store",
+    "TcpStore",
+    "check_compare",
+    "check_key",
+    "check_value",
+]
 
 #: Torch's server takes 8 MiB and drops the connection of a client that sends more.
 MAX_VALUE_BYTES = 4 << 20
@@ -57,69 +65,23 @@ class Store(Protocol):
         ...
 
 
-def _check_key(key: str) -> None:
+def check_key(key: str) -> None:
+    """Raise `Misuse` for an empty key."""
     if not key:
         raise Misuse("a key of the store must not be empty")
 
 
-def _check_value(key: str, value: bytes) -> None:
+def check_value(key: str, value: bytes) -> None:
+    """Raise `Misuse` for a value of more than `MAX_VALUE_BYTES`."""
     if len(value) > MAX_VALUE_BYTES:
         raise Misuse(f"{key}: a value has at most {MAX_VALUE_BYTES} bytes, got {len(value)}")
 
 
-def _check_compare(key: str, value: bytes) -> None:
-    _check_value(key, value)
+def check_compare(key: str, value: bytes) -> None:
+    """Raise `Misuse` for a value that `Store.compare_set` cannot write."""
+    check_value(key, value)
     if not value:
         raise Misuse(f"{key}: compare_set cannot write an empty value")
-
-
-class MemoryStore:
-    """A dictionary in this process; any thread may use it. For tests and the simulator.
-
-    While ``silent`` is set, every call raises :class:`StoreSilent`, as if the host had stopped.
-    """
-
-    def __init__(self, address: str = "memory:0") -> None:
-        self.address = address
-        self.silent = False
-        self._values: dict[str, bytes] = {}
-        self._guard = threading.Lock()
-
-    def get(self, key: str) -> bytes | None:
-        """See :meth:`Store.get`."""
-        self._check(key)
-        return self._values.get(key)
-
-    def set(self, key: str, value: bytes) -> None:
-        """See :meth:`Store.set`."""
-        self._check(key)
-        _check_value(key, value)
-        with self._guard:
-            self._values[key] = bytes(value)
-
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bytes:
-        """See :meth:`Store.compare_set`."""
-        self._check(key)
-        _check_compare(key, value)
-        with self._guard:
-            if self._values.get(key) == expected:
-                self._values[key] = bytes(value)
-            return self._values.get(key, b"")
-
-    def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
-        self._check(key)
-        with self._guard:
-            self._values.pop(key, None)
-
-    def keys(self) -> list[str]:
-        """All keys, sorted."""
-        return sorted(self._values)
-
-    def _check(self, key: str) -> None:
-        _check_key(key)
-        if self.silent:
-            raise StoreSilent(f"store {self.address} is silent")
 
 
 class NamedStore:
@@ -228,13 +190,13 @@ class TcpStore:
 
     def get(self, key: str) -> bytes | None:
         """See :meth:`Store.get`."""
-        _check_key(key)
+        check_key(key)
         return self._held(key, self._call(lambda raw: raw.compare_set(key, _ASK, _ASK)))
 
     def set(self, key: str, value: bytes) -> None:
         """See :meth:`Store.set`."""
-        _check_key(key)
-        _check_value(key, value)
+        check_key(key)
+        check_value(key, value)
 
         def write(raw: RawStore) -> None:
             raw.set(key, _HELD + value)
@@ -244,8 +206,8 @@ class TcpStore:
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         """See :meth:`Store.compare_set`."""
-        _check_key(key)
-        _check_compare(key, value)
+        check_key(key)
+        check_compare(key, value)
         if expected == value:
             return self.get(key) or b""
         old = b"" if expected is None else _HELD + expected
@@ -256,7 +218,7 @@ class TcpStore:
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
-        _check_key(key)
+        check_key(key)
 
         def remove(raw: RawStore) -> None:
             raw.delete_key(key)

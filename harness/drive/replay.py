@@ -18,7 +18,6 @@ from kvpact.cache.copies.cpu import DeferredMover
 from kvpact.cache.hierarchical_cache import schema_of
 from kvpact.cache.storage import DeferredWorkers
 from kvpact.consensus.transport.gloo import Group
-from kvpact.consensus.transport.store import MemoryStore
 from kvpact.harness.drive.drive import Options, finish, say
 from kvpact.harness.drive.gather import Gather
 from kvpact.harness.drive.report import read_report
@@ -33,6 +32,7 @@ from kvpact.harness.rank.sim import (
     SimNet,
     run_programs,
 )
+from kvpact.harness.rank.store import MemoryStore
 from kvpact.harness.soak.config import SoakConfig, cache_config, load_requests
 from kvpact.harness.soak.coverage import Coverage, CoveringJournal
 from kvpact.harness.soak.feed import Feed

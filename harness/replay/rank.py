@@ -17,10 +17,10 @@ from kvpact.consensus.core.errors import KvpactError, PeerError
 from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.core.participant import OutcomeKind
 from kvpact.consensus.epoch.report import Incident
-from kvpact.consensus.transport.store import MemoryStore
 from kvpact.harness.rank.child import RankContext
 from kvpact.harness.rank.rank import Rank, identity_of
 from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
+from kvpact.harness.rank.store import MemoryStore
 from kvpact.harness.replay.config import ReplayConfig
 from kvpact.harness.replay.engine import Engine, Totals
 from kvpact.harness.trace.mooncake import TraceRequest, read_trace

@@ -19,10 +19,11 @@ from kvpact.cache.tree.side import SideSpec
 from kvpact.consensus.core.journal import Journal
 from kvpact.consensus.epoch.report import Incident
 from kvpact.consensus.step.step import RUN_KEY
-from kvpact.consensus.transport.store import MemoryStore, NamedStore
+from kvpact.consensus.transport.store import NamedStore
 from kvpact.harness.faults.board import FaultBoard, FaultyPool
 from kvpact.harness.rank.rank import Rank, identity_of
 from kvpact.harness.rank.sim import SimBeacon, SimClock, SimGroup, SimNet, run_programs
+from kvpact.harness.rank.store import MemoryStore
 from kvpact.harness.scenario.agent import Agent, Observation, Raised, RankRecord
 from kvpact.harness.scenario.model import Do, Expect, Fault, Scenario, World
 from kvpact.harness.scenario.story import Story, StoryJournal
